@@ -136,21 +136,12 @@ def random_cases() -> dict[str, Case]:
         "bias_dropout_add/rows": ([*streams, rng, (b, None), (rows, 0)], place, True),
         "dropout_add_rms_norm/rows": ([*streams, (w, None), rng, (rows, 0)], {"p": 0.4}, True),
         "dropout_add_layer_norm/rows": (
-            [*streams, (w, None), rng, (b, None), (rows, 0)],
-            {"p": 0.4},
-            True,
-        ),
+            [*streams, (w, None), rng, (b, None), (rows, 0)], {"p": 0.4}, True),
         "attention_dropout/batch": (
-            [(q, 0), (k, 0), (k + 1, 0), rng, (batch, 0), (heads, None), *ends],
-            sizes,
-            False,
-        ),
+            [(q, 0), (k, 0), (k + 1, 0), rng, (batch, 0), (heads, None), *ends], sizes, False),
         "attention_dropout/heads": (
-            [(q, 2), (k, 2), (k + 1, 2), rng, (batch, None), (heads, 0), *ends],
-            sizes,
-            False,
-        ),
-    }
+            [(q, 2), (k, 2), (k + 1, 2), rng, (batch, None), (heads, 0), *ends], sizes, False),
+    }  # fmt: skip
 
 
 def channel_cases() -> dict[str, Case]:
@@ -199,14 +190,11 @@ def packed_products() -> dict[str, Case]:
     experts, target = torch.randn(2, 12, 16), torch.randint(12, (8,))
     total = {"reduction": "sum"}
     packing = [(torch.tensor(ends), None) for ends in ([0, 2, 6], [0, 3, 5])]
+    offsets = (torch.tensor([2, 5]), None)
     return {
         "attention_varlen/heads": ([(q, 1), (k, 1), (v, 1), *packing], {"causal": True}, False),
-        "grouped_linear/column": (
-            [(x, None), (experts, 1), (torch.tensor([2, 5]), None)],
-            {},
-            False,
-        ),
-        "grouped_linear/row": ([(x, 1), (experts, 2), (torch.tensor([2, 5]), None)], {}, False),
+        "grouped_linear/column": ([(x, None), (experts, 1), offsets], {}, False),
+        "grouped_linear/row": ([(x, 1), (experts, 2), offsets], {}, False),
         "linear_cross_entropy/sum": ([(x, 0), (up, None), (target, 0), (bias, None)], total, False),
         "linear_cross_entropy/mean": ([(x, 0), (up, None), (target, 0)], {}, False),
     }

@@ -1,16 +1,19 @@
-"""torch.compile(fullgraph=True): forward, backward, optimizer step, and when it compiles again."""
+"""torch.compile(fullgraph=True): forward, backward, optimizer step, and when it compiles again.
+
+torch.export, strict and not, and what the exported program computes.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend, EagerAndRecordGraphs
 
 import anychip
 from anychip import FallbackError, OperatorTable, ops
-from tests.unit.dispatch.calls import DIFFERENTIABLE, SPECS, bits, call, gradients, tensors
+from tests.unit.dispatch.calls import DIFFERENTIABLE, SPECS, WRITING, bits, call, gradients, tensors
 from tests.unit.dispatch.tables import Install
 
 # Parts of torch's own compiler still use torch.jit.
@@ -132,10 +135,9 @@ def test_every_operator_compiled_with_aot_gives_the_bits_of_eager(
 
 @pytest.mark.grid
 @pytest.mark.parametrize("pin", ["cpu", "reference"])
-@pytest.mark.parametrize(
-    "name",
-    ["clip", "unscale_and_check", "adamw", "sgd", "lion", "lamb", "l2_norm", "sums_of_squares"],
-)
+@pytest.mark.parametrize("name", [
+    "clip", "unscale_and_check", "adamw", "sgd", "lion", "lamb", "l2_norm", "sums_of_squares",
+])  # fmt: skip
 def test_list_operator_compiled_with_aot_gives_the_bits_of_eager(name: str, pin: str) -> None:
     made, eager = call(name, 1, grad=False), call(name, 1, grad=False)
     written = made.args[0][0]
@@ -294,3 +296,60 @@ def test_wrong_shapes_in_compiled_code_are_refused_with_our_message() -> None:
     compiled(torch.ones(2, 8), torch.ones(8))
     with pytest.raises(Exception, match=r"weight must have shape \(8,\)"):
         compiled(torch.ones(2, 8), torch.ones(7))
+
+
+class Block(nn.Module):
+    """A norm, a product, an activation and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.Parameter(torch.rand(16))
+        self.up = nn.Parameter(torch.randn(24, 16))
+        self.down = nn.Parameter(torch.randn(16, 12))
+
+    def forward(self, x: Tensor, rng: Tensor) -> Tensor:
+        y = ops.linear(ops.rms_norm(x, self.norm), self.up)
+        y = ops.linear(ops.swiglu(*y.chunk(2, -1)), self.down)
+        return ops.gelu(x + ops.dropout(y, rng, p=0.2))
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("pinned", [False, True], ids=["rows", "references"])
+@pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
+def test_exported_module_computes_what_the_module_does(strict: bool, pinned: bool) -> None:
+    names = ("rms_norm", "linear", "swiglu", "gelu", "dropout")
+    pins = dict.fromkeys(names, "reference") if pinned else {}
+    block, rng = Block(), torch.tensor([1, 2])
+    x, other = torch.randn(3, 5, 16), torch.randn(7, 5, 16)
+    batch = torch.export.Dim("batch", min=2, max=100)
+    with anychip.policy(pin=pins):
+        program = torch.export.export(
+            block, (x, rng), dynamic_shapes=({0: batch}, None), strict=strict
+        )
+        for given in (x, other):
+            torch.testing.assert_close(
+                program.module()(given, rng), block(given, rng), rtol=1e-6, atol=1e-6
+            )
+    targets = {str(n.target) for n in program.graph.nodes if n.op == "call_function"}
+    ours = {t for t in targets if t.startswith("anychip")}
+    assert bool(ours) != pinned, targets
+
+
+class One(nn.Module):
+    """One operator."""
+
+    def __init__(self, name: str, attrs: dict[str, Any]) -> None:
+        super().__init__()
+        self.name, self.attrs = name, attrs
+
+    def forward(self, *args: Any) -> Any:
+        return getattr(ops, self.name)(*args, **self.attrs)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("name", [n for n in SPECS if n not in WRITING])
+def test_every_operator_without_writes_is_exported_and_keeps_its_bits(name: str) -> None:
+    made = call(name, grad=False)
+    program = torch.export.export(One(name, made.attrs), made.args, strict=False)
+    assert bits(program.module()(*made.args)) == bits(made())

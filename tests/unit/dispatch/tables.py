@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
+import torch
+from torch import Tensor
 
 import anychip
 from anychip import OperatorTable, ops, registry
@@ -12,6 +14,7 @@ from anychip.dispatch.selection import Provider
 from anychip.ops.providers import providers
 
 Install = Callable[..., None]
+Function = Callable[..., Tensor]
 
 
 def own_providers() -> tuple[Provider, ...]:
@@ -59,3 +62,19 @@ def install() -> Iterator[Install]:
     """``install(table, ...)`` puts tables in front of the cpu backend's own."""
     with installation() as function:
         yield function
+
+
+@pytest.fixture(params=["short cut", "library"])
+def rms_norm(request: pytest.FixtureRequest) -> Function:
+    """The operator, by each of its doors."""
+    return ops.rms_norm if request.param == "short cut" else torch.ops.anychip.rms_norm
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """torch's deterministic mode; of memory, what is read before it is written is NaN, not zero."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)

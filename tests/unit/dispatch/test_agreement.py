@@ -143,11 +143,9 @@ def test_shaped_like_a_tensor_that_the_backward_is_not_given_is_refused() -> Non
         polynomial("poly_like", shaped_like={"x": "nothing"})
 
 
-@pytest.mark.parametrize(
-    "indexes",
-    [{"x": "other[0]"}, {"other": "x[0]"}, {"x": "x"}, {"x": "some of x[0]"}, {"x": "x[a]"}],
-    ids=str,
-)
+@pytest.mark.parametrize("indexes", [
+    {"x": "other[0]"}, {"other": "x[0]"}, {"x": "x"}, {"x": "some of x[0]"}, {"x": "x[a]"},
+], ids=str)  # fmt: skip
 def test_indexes_of_nothing_are_refused(indexes: dict[str, str]) -> None:
     with pytest.raises(ContractError, match=r"indexes\[.*\] is .* an argument of x was expected"):
         polynomial("poly_indexed", indexes=indexes)

@@ -112,17 +112,14 @@ def test_parts_of_an_operator_by_hand_are_those_of_its_doors(name: str) -> None:
     assert not any(g.requires_grad for g in tensors(found))
 
 
-@pytest.mark.parametrize(
-    ("ask", "error", "says"),
-    [
-        (lambda x: ops.linear.backward(x), TypeError, r"takes grad0, x, weight; got 1"),
-        (lambda x: ops.linear.backward(x, x, x, needs=["y"]), ValueError, r"needs names \['y'\]"),
-        (lambda x: ops.gelu.backward(x, x, form="tanh"), TypeError, "unknown argument .form."),
-        (lambda x: ops.gelu.backward(x, x[:1]), ValueError, "gelu_backward: grad0 must be"),
-        (lambda x: ops.clip.forward([x], x), TypeError, "clip has no gradient"),
-        (lambda x: ops.gelu.forward(1.0), TypeError, "x must be a tensor"),
-    ],
-)
+@pytest.mark.parametrize(("ask", "error", "says"), [
+    (lambda x: ops.linear.backward(x), TypeError, r"takes grad0, x, weight; got 1"),
+    (lambda x: ops.linear.backward(x, x, x, needs=["y"]), ValueError, r"needs names \['y'\]"),
+    (lambda x: ops.gelu.backward(x, x, form="tanh"), TypeError, "unknown argument .form."),
+    (lambda x: ops.gelu.backward(x, x[:1]), ValueError, "gelu_backward: grad0 must be"),
+    (lambda x: ops.clip.forward([x], x), TypeError, "clip has no gradient"),
+    (lambda x: ops.gelu.forward(1.0), TypeError, "x must be a tensor"),
+])  # fmt: skip
 def test_parts_of_an_operator_that_do_not_fit_are_refused(
     ask: Any, error: type[Exception], says: str
 ) -> None:

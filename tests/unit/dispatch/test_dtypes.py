@@ -118,15 +118,12 @@ def test_set_of_a_row_says_nothing_of_what_the_spec_fixes(scaled: Any, install: 
     assert log == [E4M3]
 
 
-@pytest.mark.parametrize(
-    ("dtypes", "words"),
-    [
-        ({F32}, "it takes no float type of scaled_linear"),
-        ({"weight1": {E4M3}}, "dtypes speak of 'weight1'; did you mean 'weight'?"),
-        ({"weight": {BF16}}, "it takes no type of weight: float8_e4m3fn or float8_e5m2"),
-        ({"weight": {E4M3}, "x": {BF16}}, None),
-    ],
-)
+@pytest.mark.parametrize(("dtypes", "words"), [
+    ({F32}, "it takes no float type of scaled_linear"),
+    ({"weight1": {E4M3}}, "dtypes speak of 'weight1'; did you mean 'weight'?"),
+    ({"weight": {BF16}}, "it takes no type of weight: float8_e4m3fn or float8_e5m2"),
+    ({"weight": {E4M3}, "x": {BF16}}, None),
+])  # fmt: skip
 def test_table_is_looked_at_by_argument(scaled: Any, dtypes: Any, words: str | None) -> None:
     table = OperatorTable()
     table.forward("scaled_linear", dtypes=dtypes)(_forward)

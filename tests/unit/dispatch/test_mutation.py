@@ -12,7 +12,7 @@ from torch.nn import Parameter
 import anychip
 from anychip import FallbackError, OperatorTable, OverlapError, ops
 from tests.unit.dispatch.calls import SPECS, WRITING, Call, bits, call, tensors
-from tests.unit.dispatch.tables import Install
+from tests.unit.dispatch.tables import Function, Install
 
 ONE = torch.tensor(1.0)
 
@@ -33,20 +33,24 @@ def door(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def test_versions_rise_also_after_an_error_within_the_row(door: str, install: Install) -> None:
+@pytest.fixture
+def clip(door: str) -> Function:
+    return ops.clip if door == "short cut" else torch.ops.anychip.clip
+
+
+def test_versions_rise_also_after_an_error_within_the_row(clip: Function, install: Install) -> None:
     table = OperatorTable()
 
     @table.forward("clip")
-    def clip(written: list[Tensor], norm: Tensor, *, max_norm: float) -> None:
+    def row(written: list[Tensor], norm: Tensor, *, max_norm: float) -> None:
         written[0].detach().fill_(5.0)
         raise RuntimeError("the driver says no")
 
     install(table)
     x, y = torch.ones(3), torch.ones(3)
     versions = x._version, y._version
-    function = ops.clip if door == "short cut" else torch.ops.anychip.clip
     with pytest.raises(RuntimeError, match="the driver says no"):
-        function([x, y], ONE)
+        clip([x, y], ONE)
     assert x._version > versions[0]
     assert y._version > versions[1]
 
@@ -62,34 +66,33 @@ def test_backward_after_a_write_to_a_saved_tensor_raises(name: str, door: str) -
             loss.backward()
 
 
-def test_write_to_a_parameter_is_allowed_and_leaves_it_a_leaf(door: str) -> None:
+def test_write_to_a_parameter_is_allowed_and_leaves_it_a_leaf(clip: Function) -> None:
     p = Parameter(torch.full((3,), 2.0))
-    function = ops.clip if door == "short cut" else torch.ops.anychip.clip
-    function([p], torch.tensor(4.0), max_norm=1.0)
+    clip([p], torch.tensor(4.0), max_norm=1.0)
     assert p.is_leaf
     assert p.requires_grad
     torch.testing.assert_close(p.detach(), torch.full((3,), 0.5), rtol=1e-6, atol=0.0)
 
 
 @pytest.mark.parametrize("context", ["plain", "autocast"])
-def test_write_to_the_result_of_a_recorded_operation_is_refused(door: str, context: str) -> None:
+def test_write_to_the_result_of_a_recorded_operation_is_refused(
+    clip: Function, context: str
+) -> None:
     leaf = torch.ones(3, requires_grad=True)
     result = leaf * 2
-    function = ops.clip if door == "short cut" else torch.ops.anychip.clip
     with torch.autocast("cpu", enabled=context == "autocast"):
         with pytest.raises(RuntimeError, match=r"clip writes tensors\[1\] in place"):
-            function([torch.ones(3), result], torch.tensor(4.0))
+            clip([torch.ones(3), result], torch.tensor(4.0))
         assert torch.equal(result, torch.full((3,), 2.0))
         with torch.no_grad():
-            function([result], torch.tensor(4.0))
+            clip([result], torch.tensor(4.0))
 
 
-def test_write_under_inference_mode_is_done(door: str) -> None:
-    function = ops.clip if door == "short cut" else torch.ops.anychip.clip
+def test_write_under_inference_mode_is_done(clip: Function) -> None:
     outside = torch.ones(3)
     with torch.inference_mode():
         inside = torch.ones(3)
-        function([outside, inside], torch.tensor(2.0))
+        clip([outside, inside], torch.tensor(2.0))
     assert torch.equal(inside, outside)
     assert torch.equal(inside, torch.full((3,), 1.0 / (2.0 + 1e-6)))
 
@@ -180,16 +183,15 @@ def test_strict_policy_without_a_row_writes_nothing(name: str, door: str, instal
 
 
 def test_strict_policy_with_a_row_that_refuses_the_call_writes_nothing(
-    door: str, install: Install
+    clip: Function, install: Install
 ) -> None:
     table = OperatorTable()
     table.forward("clip", limits={"numel": range(0, 4)})(SPECS["clip"].forward)
     install(table, alone=True)
-    function = ops.clip if door == "short cut" else torch.ops.anychip.clip
     small, large = torch.ones(3), torch.ones(4)
     with anychip.policy(fallback="strict"):
-        function([small], torch.tensor(2.0))
+        clip([small], torch.tensor(2.0))
         with pytest.raises(FallbackError, match="numel must be in 0 to 3, got 4"):
-            function([large], torch.tensor(2.0))
+            clip([large], torch.tensor(2.0))
     assert torch.equal(large, torch.ones(4))
     assert large._version == 0

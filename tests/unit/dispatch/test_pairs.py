@@ -1,6 +1,5 @@
 """Paired rows: residuals of their own, chosen for both directions or for neither."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from torch.nn import Parameter
 import anychip
 from anychip import FallbackError, OperatorTable, ops
 from tests.unit.dispatch.calls import SPECS, bits, tensors
-from tests.unit.dispatch.tables import Install
+from tests.unit.dispatch.tables import Function, Install
 
 SPEC = SPECS["rms_norm"]
 
@@ -52,7 +51,7 @@ class Pair:
         return SPEC.backward(grad, copy, weight, twice / 2, eps=eps, needs=needs)
 
 
-def _step(rms_norm: Callable[..., Tensor], x: Tensor, w: Tensor) -> Any:
+def _step(rms_norm: Function, x: Tensor, w: Tensor) -> Any:
     leaves = [x.detach().requires_grad_(), w.detach().requires_grad_()]
     y = rms_norm(*leaves)
     return bits([y, *torch.autograd.grad(y.square().sum(), leaves)])
@@ -63,24 +62,25 @@ def _split(x: Tensor, w: Tensor) -> Any:
         return _step(ops.rms_norm, x, w)
 
 
-@pytest.fixture(params=["short cut", "library"])
-def rms_norm(request: pytest.FixtureRequest) -> Callable[..., Tensor]:
-    return ops.rms_norm if request.param == "short cut" else torch.ops.anychip.rms_norm
+@pytest.fixture
+def pair(install: Install) -> Pair:
+    """A paired row that serves."""
+    made = Pair()
+    install(made.table)
+    return made
 
 
 X, W = torch.randn(3, 8), torch.randn(8)
 
 
-def test_pair_serves_both_directions(install: Install, rms_norm: Callable[..., Tensor]) -> None:
-    pair = Pair()
-    install(pair.table)
+def test_pair_serves_both_directions(pair: Pair, rms_norm: Function) -> None:
     want = _split(X, W)
     assert _step(rms_norm, X, W) == want
     assert pair.log == ["forward", "backward"]
 
 
 def test_pair_that_refuses_the_call_serves_neither_direction(
-    install: Install, rms_norm: Callable[..., Tensor]
+    install: Install, rms_norm: Function
 ) -> None:
     pair = Pair(limits={"rows": {3}})
     install(pair.table)
@@ -93,19 +93,15 @@ def test_pair_that_refuses_the_call_serves_neither_direction(
         assert rows != 3 or got == want
 
 
-def test_pair_is_not_used_by_the_operator_with_canonical_residuals(install: Install) -> None:
-    pair = Pair()
-    install(pair.table)
+def test_pair_is_not_used_by_the_operator_with_canonical_residuals(pair: Pair) -> None:
     y, rstd = torch.ops.anychip.rms_norm_forward(X, W, 1e-6)
     assert not pair.log
     assert rstd.shape == (3,)
     torch.testing.assert_close(y, SPEC.forward(X, W, eps=1e-6)[0], rtol=1e-6, atol=1e-6)
 
 
-def test_pair_runs_its_backward_after_the_policy_has_changed(install: Install) -> None:
+def test_pair_runs_its_backward_after_the_policy_has_changed(pair: Pair) -> None:
     """Its residuals are its own, so that what was chosen forward is chosen backward."""
-    pair = Pair()
-    install(pair.table)
     want = _split(X, W)
     leaves = [X.clone().requires_grad_(), W.clone().requires_grad_()]
     y = ops.rms_norm(*leaves)
@@ -115,9 +111,7 @@ def test_pair_runs_its_backward_after_the_policy_has_changed(install: Install) -
     assert pair.log == ["forward", "backward"]
 
 
-def test_pair_is_never_shown_a_tensor_without_data(install: Install) -> None:
-    pair = Pair()
-    install(pair.table)
+def test_pair_is_never_shown_a_tensor_without_data(pair: Pair) -> None:
     with FakeTensorMode() as mode:
         x = mode.from_tensor(X).requires_grad_()
         y = ops.rms_norm(x, mode.from_tensor(W))
@@ -130,9 +124,7 @@ def test_pair_is_never_shown_a_tensor_without_data(install: Install) -> None:
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "eager"])
-def test_pair_under_compile_serves_both_directions(backend: str, install: Install) -> None:
-    pair = Pair()
-    install(pair.table)
+def test_pair_under_compile_serves_both_directions(backend: str, pair: Pair) -> None:
     want = _split(X, W)
     torch._dynamo.reset()
     compiled = torch.compile(ops.rms_norm, backend=backend, fullgraph=True)
@@ -154,7 +146,7 @@ def test_pair_under_compile_gets_the_alignment_it_was_traced_with(install: Insta
 
 
 def test_pair_under_strict_policy_counts_as_an_implementation(
-    install: Install, rms_norm: Callable[..., Tensor]
+    install: Install, rms_norm: Function
 ) -> None:
     pair = Pair()
     install(pair.table, alone=True)
@@ -165,11 +157,7 @@ def test_pair_under_strict_policy_counts_as_an_implementation(
 
 
 @pytest.mark.parametrize("needs_x", [True, False])
-def test_pair_computes_only_what_is_needed(
-    needs_x: bool, install: Install, rms_norm: Callable[..., Tensor]
-) -> None:
-    pair = Pair()
-    install(pair.table)
+def test_pair_computes_only_what_is_needed(needs_x: bool, pair: Pair, rms_norm: Function) -> None:
     x, w = X.clone().requires_grad_(needs_x), W.clone().requires_grad_(not needs_x)
     rms_norm(x, w).sum().backward()
     assert (x.grad is not None, w.grad is not None) == (needs_x, not needs_x)

@@ -85,10 +85,9 @@ def test_gradient_of_an_argument_that_is_not_saved_is_like_the_references(instal
 
 
 @DOORS
-@pytest.mark.parametrize(
-    ("which", "text"),
-    [("forward", "residual 0 of its own: float32"), ("backward", r"returned 1 \(float64 \(2, 4")],
-)
+@pytest.mark.parametrize(("which", "text"), [
+    ("forward", "residual 0 of its own: float32"), ("backward", r"returned 1 \(float64 \(2, 4"),
+])  # fmt: skip
 def test_pair_with_wrong_results_is_named(
     which: str, text: str, door: Any, install: Install
 ) -> None:
@@ -175,15 +174,11 @@ def test_interruption_and_errors_of_a_row_pass(error: BaseException, install: In
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["returns", "raises"])
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda: torch.set_default_dtype(torch.float64), "default dtype from .*32 to .*float64"),
-        (lambda: torch.set_num_threads(7), r"number of threads from \d to 7"),
-        (lambda: torch.use_deterministic_algorithms(True), "deterministic algorithms from False"),
-    ],
-    ids=["dtype", "threads", "determinism"],
-)
+@pytest.mark.parametrize(("change", "said"), [
+    (lambda: torch.set_default_dtype(torch.float64), "default dtype from .*32 to .*float64"),
+    (lambda: torch.set_num_threads(7), r"number of threads from \d to 7"),
+    (lambda: torch.use_deterministic_algorithms(True), "deterministic algorithms from False"),
+], ids=["dtype", "threads", "determinism"])  # fmt: skip
 def test_row_that_changes_a_setting_of_torchs_is_named_and_the_setting_put_back(
     change: Callable[[], object], said: str, fails: bool, install: Install
 ) -> None:

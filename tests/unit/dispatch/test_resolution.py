@@ -1,7 +1,6 @@
 """Which row serves a call: what the key tells apart, and what is checked on every call."""
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 import anychip
 from anychip import ContractError, FallbackError, OperatorTable, ops
 from tests.unit.dispatch.calls import SPECS, bits, call
-from tests.unit.dispatch.tables import Install, uninstall
+from tests.unit.dispatch.tables import Function, Install, deterministic, uninstall
 
 RMS = SPECS["rms_norm"]
 W = torch.ones(8)
@@ -27,9 +26,22 @@ def _row(table: OperatorTable, label: str, log: list[str], **conditions: Any) ->
     table.forward("rms_norm", **conditions)(forward)
 
 
-@pytest.fixture(params=["short cut", "library"])
-def rms_norm(request: pytest.FixtureRequest) -> Callable[..., Tensor]:
-    return ops.rms_norm if request.param == "short cut" else torch.ops.anychip.rms_norm
+class Serve(Protocol):
+    def __call__(self, *, alone: bool = False, **rows: dict[str, Any]) -> list[str]: ...
+
+
+@pytest.fixture
+def serve(install: Install) -> Serve:
+    """Installs rows of rms_norm by their conditions, in order; who then ran is in the list."""
+
+    def rows_of(*, alone: bool = False, **rows: dict[str, Any]) -> list[str]:
+        table, log = OperatorTable(), []
+        for label, conditions in rows.items():
+            _row(table, label, log, **conditions)
+        install(table, alone=alone)
+        return log
+
+    return rows_of
 
 
 def _misaligned(*shape: int) -> Tensor:
@@ -47,27 +59,17 @@ def _misaligned(*shape: int) -> Tensor:
     ({"alignment": 64}, torch.ones(2, 8), _misaligned(2, 8)),
 ], ids=["dtype", "layout", "alignment"])  # fmt: skip
 def test_row_is_taken_only_for_keys_it_fits(
-    conditions: dict[str, Any],
-    takes: Tensor,
-    refuses: Tensor,
-    install: Install,
-    rms_norm: Callable[..., Tensor],
+    conditions: dict[str, Any], takes: Tensor, refuses: Tensor, serve: Serve, rms_norm: Function
 ) -> None:
-    table, log = OperatorTable(), []
-    _row(table, "first", log, **conditions)
-    _row(table, "second", log)
-    install(table)
+    log = serve(first=conditions, second={})
     for x, want in ((takes, "first"), (refuses, "second")) * 3:
         rms_norm(x, W)
         assert log.pop() == want
         assert not log
 
 
-def test_alignment_counts_for_every_tensor_of_the_call(install: Install) -> None:
-    table, log = OperatorTable(), []
-    _row(table, "first", log, alignment=16)
-    _row(table, "second", log)
-    install(table)
+def test_alignment_counts_for_every_tensor_of_the_call(serve: Serve) -> None:
+    log = serve(first={"alignment": 16}, second={})
     ops.rms_norm(torch.ones(2, 8), _misaligned(8))
     ops.rms_norm(torch.ones(2, 8), torch.ones(8))
     assert log == ["second", "first"]
@@ -91,21 +93,13 @@ def test_alignment_of_every_entry_of_a_list_counts(install: Install) -> None:
             assert not log
 
 
-def test_deterministic_mode_passes_over_rows_that_are_not(
-    install: Install, rms_norm: Callable[..., Tensor]
-) -> None:
-    table, log = OperatorTable(), []
-    _row(table, "atomics", log, deterministic=False)
-    _row(table, "ordered", log)
-    install(table)
+def test_deterministic_mode_passes_over_rows_that_are_not(serve: Serve, rms_norm: Function) -> None:
+    log = serve(atomics={"deterministic": False}, ordered={})
     x = torch.ones(2, 8)
     rms_norm(x, W)
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic():
         rms_norm(x, W)
         why = str(ops.rms_norm.explain(x, W))
-    finally:
-        torch.use_deterministic_algorithms(False)
     rms_norm(x, W)
     assert log == ["atomics", "ordered", "atomics"]
     assert "not deterministic, and torch's deterministic mode is on" in why
@@ -132,39 +126,23 @@ def test_selection_is_frozen_until_use(install: Install) -> None:
 # limits and accepts
 
 
-def test_limits_hold_on_every_call_of_one_key(
-    install: Install, rms_norm: Callable[..., Tensor]
-) -> None:
-    table, log = OperatorTable(), []
-    _row(table, "small", log, limits={"hidden": range(1, 9), "rows": {2, 4}})
-    _row(table, "any", log)
-    install(table)
-    for shape, want in [
-        ((2, 8), "small"),
-        ((2, 9), "any"),
-        ((4, 8), "small"),
-        ((3, 8), "any"),
-        ((2, 8), "small"),
-    ]:
-        rms_norm(torch.ones(shape), torch.ones(shape[-1]))
+def test_limits_hold_on_every_call_of_one_key(serve: Serve, rms_norm: Function) -> None:
+    log = serve(small={"limits": {"hidden": range(1, 9), "rows": {2, 4}}}, any={})
+    for rows, hidden, want in ((2, 8, "small"), (2, 9, "any"), (4, 8, "small"), (3, 8, "any")) * 2:
+        rms_norm(torch.ones(rows, hidden), torch.ones(hidden))
         assert log.pop() == want
 
 
-def test_accepts_holds_on_every_call_of_one_key(
-    install: Install, rms_norm: Callable[..., Tensor]
-) -> None:
-    table, log = OperatorTable(), []
-    _row(table, "tiny eps", log, accepts=lambda x, weight, *, eps: eps < 1e-3)
-    _row(table, "any", log)
-    install(table)
+def test_accepts_holds_on_every_call_of_one_key(serve: Serve, rms_norm: Function) -> None:
+    log = serve(tiny_eps={"accepts": lambda x, weight, *, eps: eps < 1e-3}, any={})
     x = torch.ones(2, 8)
-    for eps, want in ((1e-6, "tiny eps"), (0.1, "any"), (1e-6, "tiny eps")):
+    for eps, want in ((1e-6, "tiny_eps"), (0.1, "any"), (1e-6, "tiny_eps")):
         rms_norm(x, W, eps=eps)
         assert log.pop() == want
 
 
 def test_row_that_declines_a_call_leaves_it_to_the_next_and_is_counted_so(
-    install: Install, rms_norm: Callable[..., Tensor]
+    install: Install, rms_norm: Function
 ) -> None:
     table = OperatorTable()
 
@@ -197,11 +175,9 @@ def test_row_that_declines_a_call_leaves_it_to_the_next_and_is_counted_so(
 
 
 def test_row_that_refuses_everything_leaves_the_reference_and_the_reason(
-    install: Install, rms_norm: Callable[..., Tensor]
+    serve: Serve, rms_norm: Function
 ) -> None:
-    table, log = OperatorTable(), []
-    _row(table, "never", log, limits={"hidden": range(1, 5)})
-    install(table, alone=True)
+    log = serve(never={"limits": {"hidden": range(1, 5)}}, alone=True)
     x = torch.ones(2, 8)
     got = rms_norm(x, W)
     assert not log
@@ -214,10 +190,8 @@ def test_row_that_refuses_everything_leaves_the_reference_and_the_reason(
     assert row.calls == 2
 
 
-def test_limit_on_a_size_that_does_not_exist_is_the_plugins_error(install: Install) -> None:
-    table, log = OperatorTable(), []
-    _row(table, "typo", log, limits={"hiden": range(1, 5)})
-    install(table)
+def test_limit_on_a_size_that_does_not_exist_is_the_plugins_error(serve: Serve) -> None:
+    serve(typo={"limits": {"hiden": range(1, 5)}})
     with pytest.raises(ContractError, match=r"limits speak of 'hiden'; .* are hidden, rows"):
         ops.rms_norm(torch.ones(2, 8), W)
 
@@ -283,12 +257,10 @@ def _explained(**policy: Any) -> str:
         return str(ops.rms_norm.explain(torch.ones(2, 8), W))
 
 
-def test_explain_marks_what_a_call_would_take_and_runs_nothing(install: Install) -> None:
-    table, log = OperatorTable(), []
-    _row(table, "wide", log, limits={"hidden": range(16, 4097)})
-    _row(table, "half", log, dtypes={torch.float16})
-    _row(table, "mine", log)
-    install(table)
+def test_explain_marks_what_a_call_would_take_and_runs_nothing(serve: Serve) -> None:
+    log = serve(
+        wide={"limits": {"hidden": range(16, 4097)}}, half={"dtypes": {torch.float16}}, mine={}
+    )
     x = torch.ones(2, 8)
     answer = ops.rms_norm.explain(x, W)
     taken = [line for line in answer.lines if line.taken]
@@ -317,10 +289,8 @@ def test_explain_gives_the_policys_part(policy: dict[str, Any], text: str) -> No
     assert text in _explained(**policy)
 
 
-def test_explain_says_what_the_call_itself_would_raise(install: Install) -> None:
-    table, log = OperatorTable(), []
-    _row(table, "narrow", log, limits={"hidden": range(1, 5)})
-    install(table, alone=True)
+def test_explain_says_what_the_call_itself_would_raise(serve: Serve) -> None:
+    serve(narrow={"limits": {"hidden": range(1, 5)}}, alone=True)
     with anychip.policy(fallback="strict"):
         x = torch.ones(2, 8)
         answer = ops.rms_norm.explain(x, W)

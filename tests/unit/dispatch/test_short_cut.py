@@ -3,9 +3,9 @@
 import gc
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -23,7 +23,7 @@ from anychip import OperatorTable, ops
 from anychip.dispatch import native
 from anychip.dispatch.operator import Operator, registered
 from tests.unit.dispatch.calls import PRODUCTS, SPECS, bits, call, every_sample, tensors
-from tests.unit.dispatch.tables import Install
+from tests.unit.dispatch.tables import Install, deterministic
 
 needs_native = pytest.mark.skipif(native.module is None, reason=native.problem)
 
@@ -47,15 +47,6 @@ class Own(Tensor):
 class Passing(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 FORMS: Mapping[str, Callable[[Tensor], Any]] = {
@@ -390,14 +381,10 @@ def _python(code: str) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize(
-    ("absent", "why"),
-    [
-        ("sys.modules['anychip.dispatch._native'] = None", "pip install . builds"),
-        ("sys.modules['anychip.dispatch._native'] = types.SimpleNamespace(ABI=0)", "has ABI 0"),
-    ],
-    ids=["not built", "another ABI"],
-)
+@pytest.mark.parametrize(("absent", "why"), [
+    ("sys.modules['anychip.dispatch._native'] = None", "pip install . builds"),
+    ("sys.modules['anychip.dispatch._native'] = types.SimpleNamespace(ABI=0)", "has ABI 0"),
+], ids=["not built", "another ABI"])  # fmt: skip
 def test_without_the_module_calls_go_in_python_and_the_reason_is_kept(
     absent: str, why: str
 ) -> None:

@@ -58,11 +58,9 @@ def evaluations(out: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-@pytest.mark.parametrize(
-    ("arrangement", "rel"),
-    [(("optimizer.stage=3",), 0.0), (("parallel.pipeline=2", "data.accumulation=2"), 1e-6)],
-    ids=["stage3", "pipeline"],
-)
+@pytest.mark.parametrize(("arrangement", "rel"), [
+    (("optimizer.stage=3",), 0.0), (("parallel.pipeline=2", "data.accumulation=2"), 1e-6),
+], ids=["stage3", "pipeline"])  # fmt: skip
 def test_run_of_two_ranks_is_asked_on_one_and_on_two(
     here: Path,
     ranks: Server,

@@ -12,7 +12,6 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from anychip.comm.threads import run_ranks
 from anychip.contract import Communicator
 from anychip.train import checkpoint, optim, zero
 from anychip.train.checkpoint import CheckpointError
@@ -21,6 +20,7 @@ from tests.integration.train import fsdp2_ranks
 from tests.integration.train.processes import variables
 from tests.unit.train.checkpoint.test_arrangements import assert_same, held, joined
 from tests.unit.train.stored_tensors import stored
+from tests.unit.train.zero_oracle import descend, on_models
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -33,18 +33,14 @@ def optimizer_of(model: Any, comm: Communicator, **options: Any) -> zero.Optimiz
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With ``ours``, of three ranks at stage 3, and what FSDP2 has made."""
 
-    def work(comm: Communicator) -> None:
-        model = models[comm.rank]
+    def work(comm: Communicator, model: Any) -> None:
         opt = optimizer_of(model, comm, stage=3)
         for step in range(3):
-            opt.backward(fsdp2_ranks.loss(model, step))
-            opt.step()
-            opt.zero_grad()
+            descend(opt, fsdp2_ranks.loss(model, step))
         checkpoint.save(directory / "ours", step=3, model=model, optimizer=opt, comm=comm)
 
     directory = tmp_path_factory.mktemp("dcp")
-    models = [fsdp2_ranks.make() for _ in range(3)]
-    run_ranks(3, work)
+    on_models(3, fsdp2_ranks.make, work)
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -76,30 +72,27 @@ def test_ours_is_loaded_into_fsdp2_by_torch_bit_for_bit(folder: Path, mesh: str)
 def test_theirs_is_loaded_here_bit_for_bit(
     folder: Path, mesh: str, kind: str, world_size: int, stage: int
 ) -> None:
-    def work(comm: Communicator) -> dict[str, Tensor]:
-        model = models[comm.rank]
+    def work(comm: Communicator, model: Any) -> dict[str, Tensor]:
+        torch.nn.init.zeros_(model[0].weight)
         opt = optimizer_of(model, comm, stage=stage)
         assert load(folder / f"{kind}-{mesh}", model=model, optimizer=opt, comm=comm) == 2
         assert opt.num_steps == 2
         return held(model, opt)
 
-    models = [fsdp2_ranks.make() for _ in range(world_size)]
-    for model in models:
-        torch.nn.init.zeros_(model[0].weight)
-    assert_same(joined(run_ranks(world_size, work)), whole(folder, "saved", mesh))
+    got = joined(on_models(world_size, fsdp2_ranks.make, work))
+    assert_same(got, whole(folder, "saved", mesh))
 
 
 def test_weights_alone_are_loaded_and_masters_are_what_was_saved(folder: Path) -> None:
     """Weights of 16 bits are those of the masters, which have all of what was saved."""
 
-    def work(comm: Communicator) -> dict[str, Tensor]:
-        model = models[comm.rank]
+    def work(comm: Communicator, model: Any) -> dict[str, Tensor]:
         opt = optimizer_of(model, comm, stage=2)
         load(folder / "theirs-4", model=model, optimizer=opt, comm=comm, weights_only=True)
         return held(model, opt)
 
-    models = [fsdp2_ranks.make().bfloat16() for _ in range(2)]
-    got, want = joined(run_ranks(2, work)), whole(folder, "saved", "4")
+    got = joined(on_models(2, lambda: fsdp2_ranks.make().bfloat16(), work))
+    want = whole(folder, "saved", "4")
     for name in ("0.weight", "1.bias", "3.weight"):
         assert torch.equal(got[f"optimizer.{name}.master"], want[f"model.{name}"])
         assert torch.equal(got[f"model.{name}"], want[f"model.{name}"].bfloat16())
@@ -151,18 +144,15 @@ def another(model: Any) -> None:
 def test_what_does_not_fit_is_refused_on_all_ranks_and_nothing_is_changed(
     folder: Path, change: Any, answer: str
 ) -> None:
-    def work(comm: Communicator) -> None:
-        model = models[comm.rank]
+    def work(comm: Communicator, model: Any) -> None:
+        change(model)
         opt = optimizer_of(model, comm, stage=comm.world_size)
         before = held(model, opt)
         with pytest.raises(CheckpointError, match=answer):
             load(folder / "theirs-4", model=model, optimizer=opt, comm=comm)
         assert_same(held(model, opt), before)
 
-    models = [fsdp2_ranks.make() for _ in range(2)]
-    for model in models:
-        change(model)
-    run_ranks(2, work)
+    on_models(2, fsdp2_ranks.make, work)
 
 
 def test_other_reasons_are_refused_in_a_sentence(folder: Path, tmp_path: Path) -> None:

@@ -140,13 +140,8 @@ def test_two_ranks_have_the_losses_of_one_at_every_stage(
     folder, text = directories.make(tmp_path / "model", family), directories.texts(tmp_path)
     train(folder, tmp_path / "one", "--data", text, *adapters)
     words = ("--model", str(folder), "--data", text, "--steps", str(STEPS), "--out", "two")
-    more = (
-        RATE,
-        f"data.batch_size={BATCH // 2}",
-        f"model.context={CONTEXT}",
-        f"optimizer.stage={stage}",
-        *adapters,
-    )
+    more = (RATE, f"data.batch_size={BATCH // 2}", f"model.context={CONTEXT}", *adapters)
+    more += (f"optimizer.stage={stage}",)
     for ended in ranks.run("train", *words, *SETTINGS, *more, world_size=2, cwd=tmp_path):
         assert ended.code == 0, ended.err
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=CLOSE)

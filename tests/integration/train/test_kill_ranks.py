@@ -14,14 +14,9 @@ SCRIPT = Path(__file__).parents[3] / "benchmarks" / "kill_ranks.py"
 
 def campaign(cwd: Path, *kinds: str) -> None:
     words = ["--trials", str(len(kinds)), "--kinds", ",".join(kinds), "--layouts", "1", "--json"]
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *words, "--seed", "3"],
-        cwd=cwd,
-        env=variables(),
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+    command = [sys.executable, str(SCRIPT), *words, "--seed", "3"]
+    how = {"env": variables(), "capture_output": True, "text": True, "timeout": 280}
+    done = subprocess.run(command, cwd=cwd, **how)
     assert done.returncode == 0, done.stderr + done.stdout
     trials = json.loads(done.stdout)
     assert sorted(trial["kind"] for trial in trials) == sorted(kinds)
@@ -31,19 +26,10 @@ def campaign(cwd: Path, *kinds: str) -> None:
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "SIGKILL",
-        "SIGSTOP",
-        "SIGTERM",
-        "SIGINT",
-        "full disk",
-        "read-only",
-        "two writers",
-        "stray environment",
-    ],
-)
+@pytest.mark.parametrize("kind", [
+    *("SIGKILL", "SIGSTOP", "SIGTERM", "SIGINT", "full disk", "read-only", "two writers"),
+    "stray environment",
+])  # fmt: skip
 def test_what_happens_to_a_run_loses_nothing_and_ends_as_documented(
     tmp_path: Path, kind: str
 ) -> None:

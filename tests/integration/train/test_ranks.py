@@ -63,21 +63,18 @@ def trained(ranks: Server, cwd: Path, *args: str, world_size: int = 1, out: str 
     return Trained(cwd / out)
 
 
-@pytest.mark.parametrize(
-    ("settings", "stages"),
-    [
-        pytest.param((), (0, 2, 3), id="adamw"),
-        *(
-            pytest.param((setting,), stages, id=name, marks=pytest.mark.grid)
-            for name, setting, stages in [
-                ("no_clipping", "optimizer.max_norm=0", (0, 2)),
-                ("lamb", "optimizer.kind=lamb", (2,)),
-                ("lion", "optimizer.kind=lion", (1,)),
-                ("sgd", "optimizer.kind=sgd", (2,)),
-            ]
-        ),
-    ],
-)
+@pytest.mark.parametrize(("settings", "stages"), [
+    pytest.param((), (0, 2, 3), id="adamw"),
+    *(
+        pytest.param((setting,), stages, id=name, marks=pytest.mark.grid)
+        for name, setting, stages in [
+            ("no_clipping", "optimizer.max_norm=0", (0, 2)),
+            ("lamb", "optimizer.kind=lamb", (2,)),
+            ("lion", "optimizer.kind=lion", (1,)),
+            ("sgd", "optimizer.kind=sgd", (2,)),
+        ]
+    ),
+])  # fmt: skip
 def test_two_replicas_equal_one_rank_with_twice_the_micro_batches(
     ranks: Server, tmp_path: Path, settings: tuple[str, ...], stages: tuple[int, ...]
 ) -> None:
@@ -125,25 +122,17 @@ def test_stages_with_tied_weights_equal_one_rank_within_roundings(
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ((2, ZERO), (1, ("data.accumulation=2",))),
-        ((1, ("data.accumulation=2",)), (2, (*ZERO, "data.accumulation=1"))),
-        ((2, STAGES), (2, ("parallel.pipeline=1", "data.accumulation=1", *ZERO))),
-        ((2, ()), (2, STAGES)),
-        ((2, STAGES), (2, (*STAGES, "parallel.schedule=zbv"))),
-        ((2, (*STAGES, "parallel.schedule=interleaved")), (1, ("parallel.pipeline=1",))),
-    ],
-    ids=[
-        "replicas_to_one",
-        "one_to_replicas",
-        "stages_to_replicas",
-        "replicas_to_stages",
-        "stages_to_a_v",
-        "a_loop_to_one",
-    ],
-)
+@pytest.mark.parametrize(("before", "after"), [
+    ((2, ZERO), (1, ("data.accumulation=2",))),
+    ((1, ("data.accumulation=2",)), (2, (*ZERO, "data.accumulation=1"))),
+    ((2, STAGES), (2, ("parallel.pipeline=1", "data.accumulation=1", *ZERO))),
+    ((2, ()), (2, STAGES)),
+    ((2, STAGES), (2, (*STAGES, "parallel.schedule=zbv"))),
+    ((2, (*STAGES, "parallel.schedule=interleaved")), (1, ("parallel.pipeline=1",))),
+], ids=[
+    "replicas_to_one", "one_to_replicas", "stages_to_replicas", "replicas_to_stages",
+    "stages_to_a_v", "a_loop_to_one"
+])  # fmt: skip
 def test_run_goes_on_with_other_ranks_as_if_nothing_had_happened(
     ranks: Server,
     tmp_path: Path,

@@ -189,11 +189,9 @@ def test_resume_of_something_else_is_refused_and_changes_nothing(
     assert {path: path.read_bytes() for path in out.rglob("*.*")} == before
 
 
-@pytest.mark.parametrize(
-    ("args", "out"),
-    [(["--resume", "--steps", "30"], "out"), ([], "fresh"), (["--resume", "--nproc", "2"], "out")],
-    ids=["resume", "new", "launcher"],
-)
+@pytest.mark.parametrize(("args", "out"), [
+    (["--resume", "--steps", "30"], "out"), ([], "fresh"), (["--resume", "--nproc", "2"], "out"),
+], ids=["resume", "new", "launcher"])  # fmt: skip
 def test_second_writer_is_told_who_writes_and_changes_nothing(
     finished: Path, capsys: pytest.CaptureFixture[str], args: list[str], out: str
 ) -> None:

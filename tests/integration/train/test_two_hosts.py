@@ -59,14 +59,11 @@ def has_netem() -> bool:
     return tried.returncode == 0
 
 
-@pytest.mark.parametrize(
-    ("rendezvous", "stage", "machine"),
-    [
-        pytest.param("static", 0, MACHINE, id="static-stage_0"),
-        pytest.param("c10d", 3, MACHINE, id="c10d-stage_3"),
-        pytest.param("static", 3, NETEM, id="delays_and_losses"),
-    ],
-)
+@pytest.mark.parametrize(("rendezvous", "stage", "machine"), [
+    pytest.param("static", 0, MACHINE, id="static-stage_0"),
+    pytest.param("c10d", 3, MACHINE, id="c10d-stage_3"),
+    pytest.param("static", 3, NETEM, id="delays_and_losses"),
+])  # fmt: skip
 def test_two_hosts_of_two_ranks_equal_one_host_of_four(
     ranks: Server, tmp_path: Path, rendezvous: str, stage: int, machine: str
 ) -> None:

@@ -17,6 +17,7 @@ from tests.integration.train.zero_bytes import SIZES
 pytestmark = pytest.mark.grid
 
 ROOT = Path(__file__).parents[3]
+SCRIPT = str(Path(__file__).with_name("zero_bytes.py"))
 WORLD_SIZE = 2
 PSI = sum(SIZES)
 PADDING = 4 * (ALIGNMENT + 2 * BLOCK * WORLD_SIZE) * len(SIZES)
@@ -32,8 +33,7 @@ def test_loopback_counter_sees_what_the_formula_of_every_stage_says(tmp_path: Pa
     paths = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     variables = {"PYTHONPATH": os.pathsep.join(paths), "ANYCHIP_TRANSPORT": "sockets"}
     server = Server({**os.environ, **variables}, prefix=prefix)
-    script = str(Path(__file__).with_name("zero_bytes.py"))
-    ended = server.run(script, "out.json", world_size=WORLD_SIZE, cwd=tmp_path)
+    ended = server.run(SCRIPT, "loopback", "out.json", world_size=WORLD_SIZE, cwd=tmp_path)
     server.close()
     assert [rank.code for rank in ended] == [0] * WORLD_SIZE, ended[0].err
     stages = json.loads((tmp_path / "out.json").read_text())
@@ -56,8 +56,7 @@ def test_backward_gathers_nothing_from_another_host_where_neighbours_keep_weight
 
     What a host lacks comes to it once, and not once for each of its ranks.
     """
-    script = str(Path(__file__).with_name("cable_bytes.py"))
-    with on_two_hosts(2, sys.executable, script, "out.json", cwd=tmp_path) as job:
+    with on_two_hosts(2, sys.executable, SCRIPT, "cable", "out.json", cwd=tmp_path) as job:
         _, errors = job.communicate(timeout=200)
     assert job.returncode == 0, errors
     found = json.loads((tmp_path / "out.json").read_text())

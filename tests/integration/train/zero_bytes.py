@@ -1,13 +1,16 @@
-"""One rank of a job: steps at all stages, and the bytes that passed through the kernel meanwhile.
+"""One rank of a job, and the bytes that passed through the kernel meanwhile: rank 0 writes them.
 
-python zero_bytes.py OUT
+python zero_bytes.py loopback OUT: steps at all stages.
+python zero_bytes.py cable OUT: between two hosts, while weights are gathered.
 """
 
 import json
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +20,8 @@ from anychip.contract import Communicator
 from anychip.train import optim, zero
 from anychip.train.zero.exchange import Flat
 from tests.integration.collectives.cases import loopback_nbytes
+from tests.integration.two_hosts import cable_nbytes
+from tests.unit.train.zero_oracle import descend
 
 NUMEL = 4 << 20
 REPEATS = 5
@@ -47,24 +52,20 @@ class Rows(nn.Module):
         return torch.stack([row(factor) for row in self.rows]).sum()
 
 
-def step(model: nn.Module, opt: zero.Optimizer, factor: float) -> None:
-    opt.backward(model(factor))
-    opt.step()
-    opt.zero_grad()
+def seen(comm: Communicator, counter: Callable[[], int]) -> int:
+    """What a counter of the kernel's has seen, when all ranks have come here; 0 but on rank 0."""
+    comm.barrier()
+    time.sleep(0.05)
+    count = counter() if comm.rank == 0 else 0
+    comm.barrier()
+    return count
 
 
 def nbytes_of_a_step(comm: Communicator, model: nn.Module, opt: zero.Optimizer) -> int:
     """What the loopback interface has seen, of both ranks."""
-    comm.barrier()
-    time.sleep(0.05)
-    before = loopback_nbytes() if comm.rank == 0 else 0
-    comm.barrier()
-    step(model, opt, comm.rank + 1.0)
-    comm.barrier()
-    time.sleep(0.05)
-    after = loopback_nbytes() if comm.rank == 0 else 0
-    comm.barrier()
-    return after - before
+    before = seen(comm, loopback_nbytes)
+    descend(opt, model(comm.rank + 1.0))
+    return seen(comm, loopback_nbytes) - before
 
 
 def asked(comm: Communicator, opt: zero.Optimizer) -> Counter[str]:
@@ -76,21 +77,41 @@ def asked(comm: Communicator, opt: zero.Optimizer) -> Counter[str]:
     return sum((c.traffic.nbytes for c in comms), Counter[str]())
 
 
-def main(out: str) -> None:
-    """Counts; rank 0 writes a file."""
-    torch.set_num_threads(1)
-    chip = anychip.use("cpu")
-    comm = chip.communicator(timeout_s=60)
+def loopback(comm: Communicator) -> Any:
     found = []
     for stage in (0, 1, 2, 3):
         model = Rows()
         rule = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3))
         opt = zero.Optimizer(model, rule, comm, stage=stage)
-        step(model, opt, 1.0)  # the first one also tells the order of the buckets
+        descend(opt, model(1.0))  # the first one also tells the order of the buckets
         before = asked(comm, opt)
-        seen = [nbytes_of_a_step(comm, model, opt) for _ in range(REPEATS)]
+        nbytes = [nbytes_of_a_step(comm, model, opt) for _ in range(REPEATS)]
         told = {c: nbytes // REPEATS for c, nbytes in (asked(comm, opt) - before).items()}
-        found.append({"seen": seen, "told": told})
+        found.append({"seen": nbytes, "told": told})
+    return found
+
+
+def cable(comm: Communicator) -> Any:
+    """Forward and backward of a batch whose gradients stay: what passed in each."""
+    found = {}
+    for kept_by in (None, comm.world_size // 2):
+        model = Rows()
+        opt = zero.Optimizer(model, optim.sgd(0.1), comm, stage=3, secondary_group=kept_by)
+        descend(opt, model(1.0))  # the first one also tells the order of the units
+        with opt.no_sync():
+            counts = [seen(comm, cable_nbytes)]
+            loss = model(1.0)
+            counts.append(seen(comm, cable_nbytes))
+            opt.backward(loss)
+            counts.append(seen(comm, cable_nbytes))
+        found[str(kept_by)] = [counts[1] - counts[0], counts[2] - counts[1]]
+    return found
+
+
+def main(what: str, out: str) -> None:
+    torch.set_num_threads(1)
+    comm = anychip.use("cpu").communicator(timeout_s=60)
+    found = {"loopback": loopback, "cable": cable}[what](comm)
     if comm.rank == 0:
         Path(out).write_text(json.dumps(found))
     comm.barrier()
@@ -98,4 +119,4 @@ def main(out: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

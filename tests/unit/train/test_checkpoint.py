@@ -21,6 +21,7 @@ from torch import nn
 from anychip.comm import alone
 from anychip.train import checkpoint, data, lock, optim, zero
 from anychip.train.checkpoint import CheckpointError, State
+from tests.unit.train.stored_tensors import flip
 from tests.unit.train.zero_oracle import descend
 
 FILES = ("tensors", "progress")
@@ -116,17 +117,9 @@ def _truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 7)
 
 
-def _flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-@pytest.mark.parametrize(
-    ("damage", "answer"),
-    [(_truncate, "were written"), (_flip, "is not what was written"), (Path.unlink, "is missing")],
-    ids=["truncated", "bit_flipped", "missing"],
-)
+@pytest.mark.parametrize(("damage", "answer"), [
+    (_truncate, "were written"), (flip, "is not what was written"), (Path.unlink, "is missing"),
+], ids=["truncated", "bit_flipped", "missing"])  # fmt: skip
 @pytest.mark.parametrize("part", FILES)
 def test_damaged_file_is_named_and_nothing_is_loaded_or_changed(
     tmp_path: Path, part: str, damage: Callable[[Path], None], answer: str

@@ -155,12 +155,8 @@ def test_list_of_settings_has_what_configurations_have_with_a_line_for_each() ->
             continue
         assert name == "kind" or getattr(getattr(made, table), name) == setting.default
         assert len(setting.meaning) > 10, key
-    every = [
-        *EVERY_OPTIMIZER,
-        ["model.kind=llama"],
-        PRETRAINED,
-        *([f"schedule.kind={k}"] for k in LR_KINDS),
-    ]
+    schedules = [[f"schedule.kind={kind}"] for kind in LR_KINDS]
+    every = [*EVERY_OPTIMIZER, ["model.kind=llama"], PRETRAINED, *schedules]
     written = [config.load(None, kinds) for kinds in every]
     keys = {f"{t}.{key}" for made in written for t, of in asdict(made).items() for key in of}
     kinds = {"model.kind", "optimizer.kind", "schedule.kind"}

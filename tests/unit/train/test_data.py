@@ -1,9 +1,19 @@
-"""Text to tokens and windows: where epochs begin, seeds, and data that is refused."""
+"""Text to tokens and windows: where epochs begin, seeds, and data that is refused.
 
+Does the example of docs/data.md run?
+"""
+
+import gzip
+import json
+import re
 from itertools import islice
 from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -37,11 +47,9 @@ def test_order_differs_between_seeds_and_epochs_and_repeats_for_a_seed() -> None
     assert epochs(0)[0] != sorted(epochs(0)[0])
 
 
-@pytest.mark.parametrize(
-    ("other", "name"),
-    [({"length": 999}, "text"), ({"context": 8}, "context"), ({"seed": 5}, "seed")],
-    ids=["text", "context", "seed"],
-)
+@pytest.mark.parametrize(("other", "name"), [
+    ({"length": 999}, "text"), ({"context": 8}, "context"), ({"seed": 5}, "seed"),
+], ids=["text", "context", "seed"])  # fmt: skip
 def test_position_in_other_data_is_refused_and_changes_nothing(
     other: dict[str, int], name: str
 ) -> None:
@@ -86,3 +94,27 @@ def test_python_documentation_is_text_enough_to_train_on() -> None:
     text = data.decode(data.python_documentation())
     assert len(text) > 100_000
     assert all(topic in text for topic in topics.values())
+
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_example_of_the_page_gives_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [topics[name] for name in sorted(topics)[:12]]
+    for folder in ("texts", "more"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "texts" / "a.txt").write_text(texts[0])
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts[1:6])
+    (tmp_path / "more" / "b.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    pq.write_table(pa.table({"text": texts[6:]}), tmp_path / "table.parquet")
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
+    example, own_filter = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(example, names)
+    exec(own_filter, names)
+    assert names["Vowels"](least=2).measure(["xyz", "a tree"]) == [0, 3]
+    x, y, tokenizer, tokens = (names[name] for name in ("x", "y", "tokenizer", "tokens"))
+    assert x.shape == y.shape == (4, 64)
+    assert tokenizer.decode(tokens) == "<|endoftext|>".join(texts)
+    assert (tmp_path / "tokenizer.json").is_file()

@@ -2,6 +2,7 @@
 
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,7 @@ def test_files_that_a_run_is_asked_about_are_cached_and_not_filtered(tmp_path: P
 def test_of_several_that_want_it_one_has_it_prepared_and_all_have_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names, place, found, begun = files(tmp_path), tmp_path / "cache", list[Path](), list[int]()
+    names, place, begun = files(tmp_path), tmp_path / "cache", list[int]()
     all_ask = threading.Barrier(4)
 
     def start(asked: dict[str, Any], descriptor: int) -> shards.InThread:
@@ -106,17 +107,14 @@ def test_of_several_that_want_it_one_has_it_prepared_and_all_have_it(
 
     monkeypatch.setattr(growing, "_start", start)
 
-    def ask() -> None:
+    def ask(_: int) -> Path:
         all_ask.wait()
-        found.append(cached(settings(names, place)))
+        return cached(settings(names, place))
 
-    threads = [threading.Thread(target=ask) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert (len(found), len({*found}), len(begun)) == (4, 1, 1)
-    data.Prepared(found[0]).verify()
+    with ThreadPoolExecutor(4) as pool:
+        (found,) = {*pool.map(ask, range(4))}
+    assert len(begun) == 1
+    data.Prepared(found).verify()
 
 
 def test_what_was_ended_goes_on_to_the_same_bytes(tmp_path: Path) -> None:

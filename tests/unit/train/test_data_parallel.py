@@ -5,8 +5,8 @@ That one process steps as torch does is asked by test_optim_as_torch.py.
 
 import gc
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from itertools import product
 from typing import Any
@@ -21,11 +21,13 @@ from anychip.comm import alone
 from anychip.comm.threads import run_ranks
 from anychip.contract import Communicator, UnsupportedError
 from anychip.train import optim, zero
+from tests.unit.dispatch.tables import deterministic
 from tests.unit.train.zero_oracle import (
     Integers,
     assert_equal,
     descend,
     integer_loss,
+    on_models,
     ragged,
     ragged_loss,
     serial,
@@ -35,16 +37,6 @@ from tests.unit.train.zero_oracle import (
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3], ids="stage{}".format)
 GRID = pytest.mark.grid
-
-
-@contextmanager
-def nan_in_fresh_memory() -> Iterator[None]:
-    """What is read before it is written is NaN, and not zero by chance."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def adamw(max_norm: float | None = None) -> optim.Rule:
@@ -136,7 +128,7 @@ def test_unused_parameter_keeps_its_step_count_and_one_rank_suffices_to_use_it()
 
     want = serial(build, loss, adamw(0.5), world_size=2, steps=4)
     for stage, bucket_nbytes in product((0, 1, 2, 3), (12_000, 1 << 20)):
-        with nan_in_fresh_memory():
+        with deterministic():  # so that fresh memory is NaN
             got = sharded(
                 build, loss, lambda: adamw(0.5), world_size=2, stage=stage, steps=4,
                 bucket_nbytes=bucket_nbytes,
@@ -149,10 +141,7 @@ def test_unused_parameter_keeps_its_step_count_and_one_rank_suffices_to_use_it()
 @STAGES
 @pytest.mark.parametrize("how", ["no-sync-only", "plain-backward", "by-hand", "twice"])
 def test_gradients_however_they_came_give_the_same_update(stage: int, how: str) -> None:
-    models = [ragged() for _ in range(2)]
-
-    def work(comm: Communicator) -> dict[str, Tensor]:
-        model = models[comm.rank]
+    def work(comm: Communicator, model: nn.Module) -> dict[str, Tensor]:
         opt = zero.Optimizer(model, adamw(0.5), comm, stage=stage, bucket_nbytes=12_000)
         for step in range(3):
             first, second = (ragged_loss(model, step, comm.rank, micro) for micro in (0, 1))
@@ -182,7 +171,7 @@ def test_gradients_however_they_came_give_the_same_update(stage: int, how: str) 
         want = serial(ragged, both, adamw(0.5), world_size=2, steps=3)
     else:
         want = serial(ragged, ragged_loss, adamw(0.5), world_size=2, steps=3, micro=2)
-    for trained in run_ranks(2, work):
+    for trained in on_models(2, ragged, work):
         for name, value in want.params.items():
             assert torch.equal(trained[name], value), name
 
@@ -190,11 +179,9 @@ def test_gradients_however_they_came_give_the_same_update(stage: int, how: str) 
 @STAGES
 @pytest.mark.parametrize("second", ["reduced", "local"])
 def test_backward_after_a_reduced_one_adds_up_what_was_reduced(stage: int, second: str) -> None:
-    models = [ragged() for _ in range(2)]
     grads: dict[int, list[Tensor]] = {}
 
-    def work(comm: Communicator) -> dict[str, Tensor]:
-        model = models[comm.rank]
+    def work(comm: Communicator, model: nn.Module) -> dict[str, Tensor]:
         opt = zero.Optimizer(model, adamw(), comm, stage=stage, bucket_nbytes=12_000)
         opt.backward(ragged_loss(model, 0, comm.rank, 0))
         with opt.no_sync() if second == "local" else nullcontext():
@@ -204,7 +191,7 @@ def test_backward_after_a_reduced_one_adds_up_what_was_reduced(stage: int, secon
         opt.step()
         return values_of(model, opt)
 
-    trained = run_ranks(2, work)
+    trained = on_models(2, ragged, work)
     model = ragged()
     params = [p for p in model.parameters() if p.requires_grad]
     opt = zero.Optimizer(model, adamw(), alone())
@@ -233,8 +220,7 @@ def test_stage_0_leaves_the_mean_in_grad_where_a_person_may_change_it() -> None:
     def work(comm: Communicator) -> tuple[Tensor, Tensor]:
         layer = nn.Linear(3, 1, bias=False)
         opt = zero.Optimizer(layer, optim.sgd(1.0), comm)
-        with torch.no_grad():
-            layer.weight.zero_()
+        nn.init.zeros_(layer.weight)
         opt.backward((layer.weight * (comm.rank + 1.0)).sum())
         grad = layer.weight.grad
         assert grad is not None
@@ -290,10 +276,7 @@ class Recorder(Function):
 
 @pytest.mark.parametrize("stage", [0, 1, 2], ids="stage{}".format)
 def test_buffers_are_sent_while_backward_goes_on(stage: int) -> None:
-    models = [nn.ModuleList(nn.Linear(40, 40) for _ in range(6)) for _ in range(2)]
-
-    def work(comm: Communicator) -> list[int]:
-        layers = models[comm.rank]
+    def work(comm: Communicator, layers: nn.Module) -> list[int]:
         call = "reduce_scatter" if stage else "all_reduce"
         groups = [
             {"params": [layer.bias for layer in layers], "weight_decay": 0.0},
@@ -317,16 +300,13 @@ def test_buffers_are_sent_while_backward_goes_on(stage: int) -> None:
     # the others once. Then, when backward comes to the input of layer i, the weights of this layer
     # and of those above have been sent.
     extra = 1 if stage == 0 else 0  # the question which parameters have a gradient
-    for started in run_ranks(2, work):
+    for started in on_models(2, lambda: nn.ModuleList(nn.Linear(40, 40) for _ in range(6)), work):
         assert started[:7] == [0, 0, 0, 0, 0, 7, 7 + extra]
         assert started[7:] == [1, 2, 3, 4, 5, 7, 7 + extra]
 
 
 def test_buffers_are_sent_in_one_order_whatever_order_gradients_come_in() -> None:
-    models = [nn.ModuleList(nn.Linear(40, 40, bias=False) for _ in range(4)) for _ in range(2)]
-
-    def work(comm: Communicator) -> list[Tensor]:
-        layers = models[comm.rank]
+    def work(comm: Communicator, layers: nn.Module) -> list[Tensor]:
         opt = zero.Optimizer(layers, optim.sgd(1.0), comm, stage=2, bucket_nbytes=1)
         for layer in layers:
             nn.init.zeros_(layer.weight)
@@ -337,7 +317,9 @@ def test_buffers_are_sent_in_one_order_whatever_order_gradients_come_in() -> Non
             descend(opt, sum((layer(x).sum() for layer in order), torch.zeros(())))
         return [layer.weight.detach().clone() for layer in layers]
 
-    for weights in run_ranks(2, work):
+    for weights in on_models(
+        2, lambda: nn.ModuleList(nn.Linear(40, 40, bias=False) for _ in range(4)), work
+    ):
         assert all(torch.equal(w, torch.full((40, 40), -1.5 - 3.5 - 5.5)) for w in weights)
 
 
@@ -489,8 +471,7 @@ def test_share_of_every_rank_reaches_all_with_its_bits_and_no_message(stage: int
 def test_zero_grad_that_keeps_the_tensors_makes_them_zero() -> None:
     def work(comm: Communicator, stage: int) -> Tensor:
         layer = nn.Linear(3, 1, bias=False)
-        with torch.no_grad():
-            layer.weight.zero_()
+        nn.init.zeros_(layer.weight)
         opt = zero.Optimizer(layer, optim.sgd(1.0), comm, stage=stage)
         opt.backward(layer(torch.ones(1, 3)).sum())
         opt.zero_grad(set_to_none=False)
@@ -506,8 +487,7 @@ def test_zero_grad_that_keeps_the_tensors_makes_them_zero() -> None:
 def test_optimizer_that_is_gone_leaves_no_hook_behind() -> None:
     def work(comm: Communicator) -> Tensor:
         layer = nn.Linear(3, 1, bias=False)
-        with torch.no_grad():
-            layer.weight.zero_()
+        nn.init.zeros_(layer.weight)
         first = zero.Optimizer(layer, optim.sgd(1.0), comm, stage=1)
         opt = zero.Optimizer(layer, optim.sgd(1.0), comm, stage=2)
         opt.backward(layer(torch.ones(1, 3)).sum())

@@ -20,6 +20,7 @@ from anychip.train.data import prepared
 from anychip.train.preparing import Progress, Request, WorkerError, pipeline, prepare, workers
 from tests.integration.train.processes import is_running
 from tests.unit.train import shards
+from tests.unit.train.stored_tensors import flip
 
 TEXTS = shards.documents(300)
 FILTERS = ("length:least=4", "duplicates:remember=64")
@@ -264,12 +265,6 @@ def test_directory_that_cannot_be_prepared_is_refused(tmp_path: Path) -> None:
     none = Request(sources=request.sources[1:], filters=("length:least=100000",))
     with pytest.raises(ValueError, match="no document is left of 208 that were read"):
         prepare(none, tmp_path / "none")
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 @pytest.mark.parametrize(("damage", "answer"), [

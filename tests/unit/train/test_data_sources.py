@@ -96,34 +96,28 @@ def test_paths_keep_their_order_and_a_name_with_brackets_is_a_file(tmp_path: Pat
     assert list(data.read_documents(paths)) == ["b", "[a]", "b"]
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "answer"),
-    [
-        ("a.txt", b"", "is empty"), ("a.txt", b"ab\0c", "is binary: a zero byte at 2"),
-        ("a.txt", b"a\nb\nc\xe9d\n", r", line 3: UTF-8 expected, got the byte 0xe9"),
-        ("a.txt.gz", b"plain text", "is damaged, or not packed with gzip"),
-        (
-            "a.txt.gz", gzip.compress(b"a text" * 9, mtime=0)[:-9],
-            "is damaged, or not packed with gzip",
-        ),
-        ("a.jsonl", b"", "is empty"), ("a.jsonl", b"\n \n", "is empty: it has no document"),
-        ("a.jsonl", b'{"text": "a"}\n\n{"text": }\n', r", line 3: JSON expected, got .* column 10"),
-        ("a.jsonl", b'{"text": "a"}\n["text"]\n', r", line 2: an object with the field 'text' exp"),
-        ("a.jsonl", b'{"id": 1, "body": "a"}\n', r", line 1: .* no field 'text'; .*: id, body$"),
-        ("a.jsonl", b"{}\n", r", line 1: there is no field 'text'; .*: none$"),
-        ("a.jsonl", b'{"text": null}\n', r", line 1: a string expected .* got 'null'"),
-        ("a.jsonl", b'{"text": 3}\n', r", line 1: a string expected .* got '3'"),
-        ("a.jsonl", b'{"text": "a\xff"}\n', r", line 1: UTF-8 expected, got the byte 0xff"),
-        ("a.jsonl", b'{"text": "a\\u0000"}\n', r", line 1: text expected, got U\+0000 at 1"),
-        ("a.jsonl", b'{"text": "\\ud83d"}\n', r", line 1: .* the surrogate U\+D83D without its"),
-        ("a.jsonl", b"9" * 5000 + b"\n", r", line 1: JSON expected that Python can read"),
-        ("a.jsonl", b"[" * 200_000 + b"\n", r", line 1: JSON expected that Python can read"),
-        ("a.jsonl.gz", gzip.compress(b'{"text": 3}\n', mtime=0), r", line 1: a string expected"),
-        ("a.parquet", b"", "is damaged, or no Parquet"),
-        ("a.parquet", b"PAR1 and then something else PAR1", "is damaged, or no Parquet"),
-    ],
-    ids=lambda value: value[:24].decode("latin-1") if isinstance(value, bytes) else None,
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "content", "answer"), [
+    ("a.txt", b"", "is empty"), ("a.txt", b"ab\0c", "is binary: a zero byte at 2"),
+    ("a.txt", b"a\nb\nc\xe9d\n", r", line 3: UTF-8 expected, got the byte 0xe9"),
+    ("a.txt.gz", b"plain text", "is damaged, or not packed with gzip"),
+    ("a.txt.gz", gzip.compress(b"a text" * 9, mtime=0)[:-9],
+     "is damaged, or not packed with gzip"),
+    ("a.jsonl", b"", "is empty"), ("a.jsonl", b"\n \n", "is empty: it has no document"),
+    ("a.jsonl", b'{"text": "a"}\n\n{"text": }\n', r", line 3: JSON expected, got .* column 10"),
+    ("a.jsonl", b'{"text": "a"}\n["text"]\n', r", line 2: an object with the field 'text' exp"),
+    ("a.jsonl", b'{"id": 1, "body": "a"}\n', r", line 1: .* no field 'text'; .*: id, body$"),
+    ("a.jsonl", b"{}\n", r", line 1: there is no field 'text'; .*: none$"),
+    ("a.jsonl", b'{"text": null}\n', r", line 1: a string expected .* got 'null'"),
+    ("a.jsonl", b'{"text": 3}\n', r", line 1: a string expected .* got '3'"),
+    ("a.jsonl", b'{"text": "a\xff"}\n', r", line 1: UTF-8 expected, got the byte 0xff"),
+    ("a.jsonl", b'{"text": "a\\u0000"}\n', r", line 1: text expected, got U\+0000 at 1"),
+    ("a.jsonl", b'{"text": "\\ud83d"}\n', r", line 1: .* the surrogate U\+D83D without its"),
+    ("a.jsonl", b"9" * 5000 + b"\n", r", line 1: JSON expected that Python can read"),
+    ("a.jsonl", b"[" * 200_000 + b"\n", r", line 1: JSON expected that Python can read"),
+    ("a.jsonl.gz", gzip.compress(b'{"text": 3}\n', mtime=0), r", line 1: a string expected"),
+    ("a.parquet", b"", "is damaged, or no Parquet"),
+    ("a.parquet", b"PAR1 and then something else PAR1", "is damaged, or no Parquet"),
+], ids=lambda value: value[:24].decode("latin1") if isinstance(value, bytes) else None)  # fmt: skip
 def test_file_that_has_no_documents_is_refused_by_name_and_line(
     tmp_path: Path, name: str, content: bytes, answer: str
 ) -> None:

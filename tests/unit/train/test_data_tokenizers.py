@@ -159,14 +159,10 @@ def test_one_text_file_gives_the_tokens_of_read_texts(tmp_path: Path) -> None:
     assert joined.dtype == torch.uint8
 
 
-@pytest.mark.parametrize(
-    ("vocab_size", "dtype"),
-    [
-        (256, torch.uint8), (257, torch.int16), (1 << 15, torch.int16),
-        ((1 << 15) + 1, torch.int32), (1 << 20, torch.int32),
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize(("vocab_size", "dtype"), [
+    (256, torch.uint8), (257, torch.int16), (1 << 15, torch.int16),
+    ((1 << 15) + 1, torch.int32), (1 << 20, torch.int32),
+], ids=str)  # fmt: skip
 def test_largest_token_fits_in_the_dtype(vocab_size: int, dtype: torch.dtype) -> None:
     class Largest(data.ByteTokenizer):
         def encode(self, texts: object) -> list[torch.Tensor]:

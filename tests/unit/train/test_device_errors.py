@@ -42,11 +42,9 @@ def test_error_of_an_adapter_becomes_that_of_the_device() -> None:
 
 
 @pytest.mark.usefixtures("failed")
-@pytest.mark.parametrize(
-    "error",
-    [torch.OutOfMemoryError("full"), DeviceError("x", 1, "Y"), ValueError("shape")],
-    ids=["memory", "known already", "another type"],
-)
+@pytest.mark.parametrize("error", [
+    torch.OutOfMemoryError("full"), DeviceError("x", 1, "Y"), ValueError("shape"),
+], ids=["memory", "known already", "another type"])  # fmt: skip
 def test_other_errors_pass_as_they_are(error: Exception) -> None:
     with pytest.raises(type(error)) as caught, runtime.device_errors("cpu"):
         raise error

@@ -5,7 +5,6 @@ Ranks are threads, which begin with what one run has saved: they share the gener
 
 import math
 import random
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -18,28 +17,17 @@ import torch
 import anychip
 from anychip.comm.threads import run_ranks
 from anychip.contract import Communicator
-from anychip.train import asking, checkpoint, config, data, evaluation, loop, report
+from anychip.train import asking, checkpoint, data, evaluation, loop, report
 from anychip.train import run as running
 from anychip.train.report import Evaluation, StepRecord
+from tests.unit.train import small_runs
+from tests.unit.train.small_runs import bits, nothing, without_time
 
 CONTEXT = 8
-TINY = [
-    *("run.sample_tokens=5", "data.prefetch=0", "model.layers=2", "model.heads=2", "run.steps=8"),
-    *("model.width=16", f"model.context={CONTEXT}", "data.batch_size=2", "checkpoint.every=3"),
-]
+build = partial(small_runs.build, f"model.context={CONTEXT}", "run.steps=8", "checkpoint.every=3")
 DROPOUT = ("model.dropout=0.2",)
 EMA = ("optimizer.ema_decay=0.9", "eval.ema=true")
 STAGES = ("parallel.pipeline=2", "data.accumulation=2")
-
-
-def build(*settings: str, comm: Communicator | None = None) -> loop.Run:
-    keys = {setting.split("=")[0] for setting in settings}
-    kept = [setting for setting in TINY if setting.split("=")[0] not in keys]
-    return loop.build(config.load(None, [*kept, *settings]), anychip.use("cpu"), comm)
-
-
-def nothing(row: object) -> None:
-    pass
 
 
 def written(path: Path, text: str) -> str:
@@ -58,15 +46,6 @@ def texts(tmp_path: Path) -> tuple[str, str]:
 def folder(path: Path) -> Path:
     path.mkdir(exist_ok=True)
     return path
-
-
-def bits(run: loop.Run) -> list[bytes]:
-    with run.optimizer.whole():
-        return [p.detach().numpy().tobytes() for p in run.model.parameters()]
-
-
-def without_time(rows: list[StepRecord]) -> list[StepRecord]:
-    return [replace(row, tokens_per_s=0.0) for row in rows]
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -180,20 +159,15 @@ def test_training_has_the_same_bits_with_and_without_evaluation(
     assert not (tmp_path / "without" / "eval.jsonl").exists()
 
 
-@pytest.mark.parametrize(
-    ("world_size", "how"),
-    [
-        pytest.param(2, ("optimizer.stage=3",), id="stage 3"),
-        *(
-            pytest.param(2, (f"optimizer.stage={n}",), id=f"stage {n}", marks=pytest.mark.grid)
-            for n in range(3)
-        ),
-        pytest.param(2, STAGES, id="pipeline", marks=pytest.mark.grid),
-        pytest.param(
-            4, (*STAGES, "optimizer.stage=3"), id="pipeline, stage 3", marks=pytest.mark.grid
-        ),
-    ],
-)
+@pytest.mark.parametrize(("world_size", "how"), [
+    pytest.param(2, ("optimizer.stage=3",), id="stage 3"),
+    *(
+        pytest.param(2, (f"optimizer.stage={n}",), id=f"stage {n}", marks=pytest.mark.grid)
+        for n in range(3)
+    ),
+    pytest.param(2, STAGES, id="pipeline", marks=pytest.mark.grid),
+    pytest.param(4, (*STAGES, "optimizer.stage=3"), id="pipeline, stage 3", marks=pytest.mark.grid),
+])  # fmt: skip
 def test_training_of_ranks_goes_on_as_if_nothing_had_been_asked_even_of_averages(
     tmp_path: Path, texts: tuple[str, str], world_size: int, how: tuple[str, ...]
 ) -> None:

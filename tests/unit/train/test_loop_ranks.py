@@ -16,23 +16,14 @@ from anychip.comm.threads import run_ranks
 from anychip.contract import CommunicationError, Communicator
 from anychip.train import config, data, loop, optim, zero
 from anychip.train.run import Texts
+from tests.unit.train import small_runs
+from tests.unit.train.small_runs import nothing, tiny
 
 CONTEXT, WINDOWS = 16, 8
 ENDS = 64
 """Of CONTEXT * WINDOWS targets: as many are left, and a mean over 64 integers is exact."""
-TINY = [
-    *("run.sample_tokens=5", "data.prefetch=0", "model.layers=1", "model.heads=2"),
-    *("model.width=16", f"model.context={CONTEXT}"),
-]
+build = partial(small_runs.build, "model.layers=1", f"model.context={CONTEXT}")
 NOT_ACROSS = "data.cross_document_targets=false"
-
-
-def build(*settings: str, comm: Communicator | None = None) -> loop.Run:
-    return loop.build(config.load(None, [*TINY, *settings]), anychip.use("cpu"), comm)
-
-
-def nothing(row: object) -> None:
-    pass
 
 
 def uneven_tokens() -> Tensor:
@@ -75,11 +66,9 @@ def counted(comm: Communicator, batch_size: int, parts: int, stage: int, out: Pa
     return [torch.tensor([row.loss for row in rows]), model.weight.detach().clone()]
 
 
-@pytest.mark.parametrize(
-    ("world_size", "parts", "stage"),
-    [(1, 4, 0), (2, 1, 0), (2, 2, 1), (4, 1, 2), (4, 2, 0)],
-    ids=["1x4", "2x1-stage0", "2x2-stage1", "4x1-stage2", "4x2-stage0"],
-)
+@pytest.mark.parametrize(("world_size", "parts", "stage"), [
+    (1, 4, 0), (2, 1, 0), (2, 2, 1), (4, 1, 2), (4, 2, 0),
+], ids=["1x4", "2x1-stage0", "2x2-stage1", "4x1-stage2", "4x2-stage0"])  # fmt: skip
 def test_batches_with_uneven_targets_equal_one_batch_bit_for_bit(
     tmp_path: Path, world_size: int, parts: int, stage: int
 ) -> None:
@@ -133,16 +122,12 @@ def test_step_without_a_target_is_an_error(tmp_path: Path) -> None:
         loop.train(run, tmp_path, nothing)
 
 
-@pytest.mark.parametrize(
-    ("stage", "calls"),
-    [
-        # Two groups of parameters are two buckets; and one message about gradients and the loss.
-        (0, {"all_reduce": 2 + 1}),
-        # One more for the norm's partial sums.
-        (2, {"reduce_scatter": 2, "all_gather": 2, "all_reduce": 1 + 1}),
-    ],
-    ids=["stage0", "stage2"],
-)
+@pytest.mark.parametrize(("stage", "calls"), [
+    # Two groups of parameters are two buckets; and one message about gradients and the loss.
+    (0, {"all_reduce": 2 + 1}),
+    # One more for the norm's partial sums.
+    (2, {"reduce_scatter": 2, "all_gather": 2, "all_reduce": 1 + 1}),
+], ids=["stage0", "stage2"])  # fmt: skip
 def test_loss_is_agreed_upon_without_a_message_of_its_own(
     tmp_path: Path, stage: int, calls: dict[str, int]
 ) -> None:
@@ -166,7 +151,7 @@ def test_ranks_with_other_tokens_are_refused_before_they_train() -> None:
         return Texts(torch.full((400,), 65 + comm.rank, dtype=torch.uint8), data.ByteTokenizer())
 
     def work(comm: Communicator) -> None:
-        settings = config.load(None, TINY)
+        settings = config.load(None, tiny())
         loop.build(settings, anychip.use("cpu"), comm, read=partial(read, comm))
 
     with pytest.raises(CommunicationError, match="tokens"):

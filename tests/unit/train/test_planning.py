@@ -16,11 +16,9 @@ from anychip.comm.threads import run_ranks
 from anychip.contract import Communicator
 from anychip.train import choosing, config, loop, models, parallel, planning, precision, zero
 from anychip.train.zero.exchange import Flat
+from tests.unit.train.small_runs import nothing, tiny
 
-TINY = [
-    *("run.sample_tokens=5", "data.prefetch=0", "model.layers=4", "model.heads=2"),
-    *("model.width=64", "model.context=16", "data.batch_size=2"),
-]
+TINY = tiny("model.layers=4", "model.width=64")
 ZERO_OF_STAGES = [
     "optimizer.stage=3", "parallel.pipeline=2", "data.accumulation=4",
 ]  # fmt: skip
@@ -43,7 +41,7 @@ class Seen(NamedTuple):
 def trained(comm: Communicator, settings: list[str], out: Path, steps: int) -> Seen:
     configuration = config.load(None, [*settings, f"run.steps={steps}"])
     run = loop.build(configuration, anychip.use("cpu"), comm)
-    loop.train(run, out, lambda row: None)
+    loop.train(run, out, nothing)
     params = list(run.model.parameters())
     stages = list(run.pipeline.stages.values()) if run.pipeline else []
     layers = [s.layers for s in stages if isinstance(s, parallel.Stage)]
@@ -235,7 +233,7 @@ def test_run_that_chooses_works_by_what_was_chosen_and_writes_it_down(tmp_path: 
 
     def work(comm: Communicator) -> tuple[Any, ...]:
         run = loop.build(config.load(None, settings), anychip.use("cpu"), comm)
-        loop.train(run, tmp_path, lambda row: None)
+        loop.train(run, tmp_path, nothing)
         assert run.pipeline is not None
         return run.pipeline.schedule.only("F", "I", "W", "B").rows
 

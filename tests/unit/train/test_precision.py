@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from anychip.comm.threads import run_ranks
 from anychip.contract import Communicator, DeviceProperties, UnsupportedError
 from anychip.train import optim, precision, zero
 from anychip.train.precision import LossScaler, LossScaling
+from tests.unit.train.zero_oracle import descend, on_models
 
 SMALL = LossScaling(init_scale=1024.0, growth_interval=3)
 
@@ -42,30 +44,22 @@ def test_policy_for_a_device_without_float16_is_refused() -> None:
         precision.policy("fp16", Without())
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: precision.policy("int8", anychip.backend()), "fp32, bf16, fp16, auto, got 'int8'"),
-        (
-            lambda: precision.policy("bf16", anychip.backend(), reduce_dtype=torch.int8),
-            "float32, bfloat16, got int8",
-        ),
-        (
-            lambda: precision.policy("bf16", anychip.backend(), loss_scaling=SMALL),
-            "for precision 'fp16', got it with 'bf16'",
-        ),
-        (lambda: LossScaling(init_scale=0.0), "init_scale"),
-        (lambda: LossScaling(growth_factor=1.0), "growth_factor"),
-        (lambda: LossScaling(backoff_factor=1.0), "backoff_factor"),
-        (lambda: LossScaling(hysteresis=0), "hysteresis must be at least 1, got 0"),
-        (lambda: LossScaling(min_scale=1e9), "min_scale"),
-        (lambda: LossScaler(SMALL).load_state_dict({"scale": 1.0}), "num_clean, num_skipped"),
-    ],
-    ids=[
-        "name", "reduce-dtype", "scaling", "init", "growth", "backoff", "hysteresis", "floor",
-        "state",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda: precision.policy("int8", anychip.backend()), "fp32, bf16, fp16, auto, got 'int8'"),
+    (lambda: precision.policy("bf16", anychip.backend(), reduce_dtype=torch.int8),
+     "float32, bfloat16, got int8"),
+    (lambda: precision.policy("bf16", anychip.backend(), loss_scaling=SMALL),
+     "for precision 'fp16', got it with 'bf16'"),
+    (lambda: LossScaling(init_scale=0.0), "init_scale"),
+    (lambda: LossScaling(growth_factor=1.0), "growth_factor"),
+    (lambda: LossScaling(backoff_factor=1.0), "backoff_factor"),
+    (lambda: LossScaling(hysteresis=0), "hysteresis must be at least 1, got 0"),
+    (lambda: LossScaling(min_scale=1e9), "min_scale"),
+    (lambda: LossScaler(SMALL).load_state_dict({"scale": 1.0}), "num_clean, num_skipped"),
+], ids=[
+    "name", "reduce-dtype", "scaling", "init", "growth", "backoff", "hysteresis", "floor",
+    "state"
+])  # fmt: skip
 def test_wrong_settings_are_refused(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
@@ -155,25 +149,22 @@ def test_scaled_training_equals_unscaled_training_bit_for_bit(world_size: int, s
         torch.manual_seed(1)
         return nn.Sequential(nn.Linear(9, 300), nn.Tanh(), nn.Linear(300, 4))
 
-    def run(comm: Communicator, policy: precision.PrecisionPolicy, model: nn.Module) -> list[Any]:
+    def run(comm: Communicator, model: nn.Module, policy: precision.PrecisionPolicy) -> list[Any]:
         rule = optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(1e-2))
         opt = zero.Optimizer(model, rule, comm, stage=stage, precision=policy)
         norms = []
         for step in range(6):
             x = torch.linspace(-1, 1, 18).view(2, 9) * (1 + comm.rank + step)
-            opt.backward(model(x).square().mean())
-            result = opt.step()
+            result = descend(opt, model(x).square().mean())
             norms.append(result.grad_norm)
             assert not result.skipped
             assert result.loss_scale == (1024.0 * 2 ** (step // 3) if opt.scaler else 1.0)
-            opt.zero_grad()
         return [*norms, *(p.detach() for p in model.parameters())]
 
-    models = {name: [build() for _ in range(world_size)] for name in ("fp32", "fp16")}
     plain = precision.policy("fp32", anychip.backend())
-    with_scale = fp16(SMALL)
-    want = run_ranks(world_size, lambda comm: run(comm, plain, models["fp32"][comm.rank]))
-    got = run_ranks(world_size, lambda comm: run(comm, with_scale, models["fp16"][comm.rank]))
+    want, got = (
+        on_models(world_size, build, partial(run, policy=policy)) for policy in (plain, fp16(SMALL))
+    )
     for a, b in zip(got, want, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
@@ -184,15 +175,12 @@ def test_scaled_training_equals_unscaled_training_bit_for_bit(world_size: int, s
 def test_overflow_on_one_rank_skips_the_step_on_all_and_changes_no_bit(
     world_size: int, stage: int, value: float
 ) -> None:
-    models = [nn.Sequential(nn.Linear(9, 300), nn.Linear(300, 4)) for _ in range(world_size)]
-
     def snapshot(opt: zero.Optimizer, model: nn.Module) -> list[Tensor]:
         states = [t.clone() for p in model.parameters() for t in opt.state[p].values()]
         with opt.whole():
             return [*(p.detach().clone() for p in model.parameters()), *states]
 
-    def work(comm: Communicator) -> tuple[Any, ...]:
-        model = models[comm.rank]
+    def work(comm: Communicator, model: nn.Module) -> tuple[Any, ...]:
         rule = optim.chain(
             optim.clip_by_global_norm(1.0), optim.adamw(optim.warmup_cosine(1e-2, 5, 10))
         )
@@ -201,10 +189,7 @@ def test_overflow_on_one_rank_skips_the_step_on_all_and_changes_no_bit(
         )
 
         def step(factor: float) -> zero.StepResult:
-            opt.backward(model(torch.ones(2, 9)).sum() * factor)
-            result = opt.step()
-            opt.zero_grad()
-            return result
+            return descend(opt, model(torch.ones(2, 9)).sum() * factor)
 
         step(1.0)
         before = snapshot(opt, model)
@@ -218,7 +203,9 @@ def test_overflow_on_one_rank_skips_the_step_on_all_and_changes_no_bit(
         assert not following.skipped
         return following.loss_scale, opt.scaler.state if opt.scaler else None
 
-    for loss_scale, state in run_ranks(world_size, work):
+    for loss_scale, state in on_models(
+        world_size, lambda: nn.Sequential(nn.Linear(9, 300), nn.Linear(300, 4)), work
+    ):
         assert loss_scale == 512.0
         assert state == (512.0, 1, 1)
 
@@ -271,9 +258,7 @@ def test_float16_model_with_scaling_learns_and_its_state_goes_on() -> None:
     for _ in range(60):
         with policy.autocast():
             loss = (layer(x) - y).square().mean()
-        opt.backward(loss)
-        skipped += opt.step().skipped
-        opt.zero_grad()
+        skipped += descend(opt, loss).skipped
         losses.append(loss.item())
     assert losses[-1] < losses[0] / 4
     assert 0 < skipped < 20  # 2^24 is too much for float16, until it has backed off

@@ -15,29 +15,25 @@ from anychip.cli import group
 from anychip.cli.exit_codes import WRONG_USE
 from anychip.dispatch import selection
 from anychip.dispatch.operator import registered
-from anychip.train import config, loop, profiling
+from anychip.train import loop, profiling
 from anychip.train.watching import PARTS, Clock
+from tests.unit.train.small_runs import build, nothing, tiny
 
-TINY = [
-    *("run.steps=6", "run.sample_tokens=2", "model.context=16", "model.layers=2", "model.heads=2"),
-    *("model.width=16", "data.batch_size=2", "data.prefetch=0", "eval.fraction=0.01"),
-    *("eval.every=1", "eval.batches=1"),
-]
+TINY = tiny("run.steps=6", "eval.fraction=0.01", "eval.every=1", "eval.batches=1")
 
 
 def trained(out: Path, count: int = 0) -> tuple[loop.Run, profiling.Profile | None]:
-    chip = anychip.use("cpu")
-    run = loop.build(config.load(None, TINY), chip)
+    run, chip = build(*TINY), anychip.backend()
     out.mkdir()
     if not count:
-        loop.train(run, out, lambda row: None)
+        loop.train(run, out, nothing)
         return run, None
     with profiling.profiled(run, chip, count, out) as profile:
         ticks = itertools.count()
         # Each look at the clock is a second after the one before.
         profile.clock = Clock(lambda: next(ticks), lambda start, end: float(end - start))
         profile.bandwidth, profile.flops = 1.0, {torch.float32: 1.0}
-        loop.train(run, out, lambda row: None)
+        loop.train(run, out, nothing)
     return run, profile
 
 

@@ -9,12 +9,9 @@ import torch
 import anychip
 from anychip.train import config, models, parallel, planning
 from anychip.train.cutting import make_schedule
+from tests.unit.train.small_runs import tiny
 
-TINY = [
-    *("run.sample_tokens=5", "data.prefetch=0", "model.layers=4", "model.heads=2"),
-    *("model.width=16", "model.context=16", "data.batch_size=2", "data.accumulation=4"),
-    "parallel.pipeline=2",
-]
+TINY = tiny("model.layers=4", "data.accumulation=4", "parallel.pipeline=2")
 
 
 def test_schedule_of_the_settings_may_be_a_file(tmp_path: Path) -> None:

@@ -20,22 +20,13 @@ from anychip.comm.threads import run_ranks
 from anychip.contract import Communicator
 from anychip.train import asking, config, data, evaluation, loop, report, trackers
 from anychip.train.report import StepRecord
+from tests.unit.train.small_runs import build, nothing, tiny
 
-TINY = [
-    *("run.sample_tokens=5", "data.prefetch=0", "model.layers=1", "model.heads=2", "run.steps=6"),
-    *("model.width=16", "model.context=8", "data.batch_size=2", "checkpoint.every=2"),
+TINY = tiny(
+    *("run.steps=6", "model.layers=1", "model.context=8", "checkpoint.every=2"),
     *("eval.fraction=0.01", "eval.batches=1", "eval.every=2"),
-]
+)
 Said = list[tuple[int, str, float]]
-
-
-def build(*names: str, comm: Communicator | None = None) -> loop.Run:
-    settings = config.load(None, [*TINY, f"run.trackers={json.dumps(names)}"])
-    return loop.build(settings, anychip.use("cpu"), comm)
-
-
-def nothing(row: object) -> None:
-    pass
 
 
 def trained(out: Path, *names: str, stops_at: int | None = None) -> loop.Run:
@@ -46,7 +37,7 @@ def trained(out: Path, *names: str, stops_at: int | None = None) -> loop.Run:
             raise ZeroDivisionError
 
     out.mkdir(exist_ok=True)
-    run = build(*names)
+    run = build(*TINY, f"run.trackers={json.dumps(names)}")
     if (out / "checkpoint").exists():
         loop.restore(run, out)
     if stops_at is None:
@@ -309,12 +300,12 @@ def test_library_that_is_not_installed_is_named_with_the_command(
 ) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(data.MissingExtraError, match=rf"{name}.*pip install 'anychip\[trackers\]'"):
-        build(name)
+        build(*TINY, f"run.trackers={json.dumps([name])}")
 
 
 def test_of_several_ranks_the_first_has_trackers(tmp_path: Path, said: list[Any]) -> None:
     def work(comm: Communicator) -> dict[str, str]:
-        run = build("mine", comm=comm)
+        run = build(*TINY, 'run.trackers=["mine"]', comm=comm)
         loop.train(run, tmp_path, nothing)
         return run.trackers.status
 

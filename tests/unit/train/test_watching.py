@@ -14,24 +14,19 @@ import pytest
 import anychip
 from anychip.comm.threads import run_ranks
 from anychip.contract import Communicator
-from anychip.train import config, loop, report, watching
+from anychip.train import loop, report, watching
 from anychip.train.watching import PARTS, Clock, Watch, part
 from tests.meta.honest import HonestBackend
-
-TINY = [
-    *("run.steps=3", "run.sample_tokens=5", "model.context=16", "model.layers=2", "model.heads=2"),
-    *("model.width=16", "model.dropout=0.1", "data.batch_size=4", "data.accumulation=2"),
-    "data.prefetch=0",
-]
+from tests.unit.train.small_runs import build, nothing
 
 
 def trained(
     out: Path, *settings: str, comm: Communicator | None = None
 ) -> tuple[loop.Run, list[report.StepRecord]]:
-    kept = [s for s in TINY if s.split("=")[0] not in {t.split("=")[0] for t in settings}]
-    run = loop.build(config.load(None, [*kept, *settings]), anychip.use("cpu"), comm)
+    own = ("run.steps=3", "model.dropout=0.1", "data.batch_size=4", "data.accumulation=2")
+    run = build(*own, *settings, comm=comm)
     out.mkdir(exist_ok=True)
-    return run, loop.train(run, out, lambda row: None)
+    return run, loop.train(run, out, nothing)
 
 
 class Queueing(HonestBackend):

@@ -25,7 +25,14 @@ from anychip.train.zero.exchange import (
     Secondary,
 )
 from tests.unit.train.zero_decoder import decoder, decoder_loss, on_two, optimizer, parts, rule
-from tests.unit.train.zero_oracle import assert_equal, descend, serial, sharded, values_of
+from tests.unit.train.zero_oracle import (
+    assert_equal,
+    descend,
+    on_models,
+    serial,
+    sharded,
+    values_of,
+)
 
 GRID = pytest.mark.grid
 
@@ -96,8 +103,7 @@ def test_what_neighbours_keep_has_the_same_bits_and_crosses_no_group_before_back
 ) -> None:
     """Two groups of two: a step of two batches gathers once over all ranks, then within groups."""
 
-    def work(comm: Communicator, size: int | None) -> tuple[list[Tensor], list[int]]:
-        model = made[comm.rank]
+    def work(comm: Communicator, model: nn.Module, size: int | None) -> tuple[Any, list[int]]:
         opt = optimizer(model, comm, secondary_group=size, **options)
         losses, crossed = [], []
         for step in range(3):
@@ -120,10 +126,7 @@ def test_what_neighbours_keep_has_the_same_bits_and_crosses_no_group_before_back
         assert isinstance(exchange, Flat)
         return exchange.gather_comm.traffic.calls["all_gather"]
 
-    found = []
-    for size in (None, 2):
-        made = [decoder() for _ in range(4)]
-        found.append(run_ranks(4, partial(work, size=size)))
+    found = [on_models(4, decoder, partial(work, size=size)) for size in (None, 2)]
     for (want, _), (got, crossed) in zip(*found, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
         forward, *later = crossed[:4]
@@ -135,8 +138,8 @@ def test_what_neighbours_keep_has_the_same_bits_and_crosses_no_group_before_back
 def test_state_that_is_loaded_leaves_nothing_of_what_an_exchange_kept(tmp_path: Path) -> None:
     """Goes on from an earlier step, while neighbours hold codes' weights of a later one."""
 
-    def work(comm: Communicator) -> list[dict[str, Tensor]]:
-        model, found = models[comm.rank], []
+    def work(comm: Communicator, model: nn.Module) -> list[dict[str, Tensor]]:
+        found = []
         opt = optimizer(model, comm, gather_format="int8", secondary_group=2)
         given: Any = {"model": model, "optimizer": opt, "comm": comm}
         for step in (0, 1, 2, 3, None, 2, 3):
@@ -151,8 +154,7 @@ def test_state_that_is_loaded_leaves_nothing_of_what_an_exchange_kept(tmp_path: 
                 found.append(values_of(model, opt))
         return found
 
-    models = [decoder() for _ in range(2)]
-    for once, again in run_ranks(2, work):
+    for once, again in on_models(2, decoder, work):
         assert all(torch.equal(again[name], value) for name, value in once.items())
 
 
@@ -200,8 +202,7 @@ def carried_on(
         is_used: it has trained before, and carries something already.
     """
 
-    def work(comm: Communicator) -> dict[str, Tensor]:
-        model = models[comm.rank]
+    def work(comm: Communicator, model: nn.Module) -> dict[str, Tensor]:
         opt = zero.Optimizer(model, optim.sgd(1.0), comm, reduction="sum", **options)
         given: Any = {"model": model, "optimizer": opt, "comm": comm}
         for step in [*([0] if is_used else []), None, *steps]:
@@ -218,8 +219,7 @@ def carried_on(
                 found[f"{name} {number}"] = value.clone()
         return found
 
-    models = [Weighted() for _ in range(world_size)]
-    return run_ranks(world_size, work)
+    return on_models(world_size, Weighted, work)
 
 
 ROUNDED: Any = {"exchange": Rounded}

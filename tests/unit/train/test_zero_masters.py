@@ -13,7 +13,7 @@ from anychip.comm import alone
 from anychip.comm.threads import run_ranks
 from anychip.contract import Communicator, UnsupportedError
 from anychip.train import checkpoint, optim, zero
-from tests.unit.train.zero_oracle import descend, values_of
+from tests.unit.train.zero_oracle import descend, on_models, values_of
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3], ids="stage{}".format)
 BF16 = torch.bfloat16
@@ -99,9 +99,8 @@ def run(
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_steps_of_16_bit_weights_are_those_of_their_masters(stage: int, world_size: int) -> None:
     masters, weights = by_hand(world_size, 6, 2)
-    models = [build() for _ in range(world_size)]
-    found = run_ranks(world_size, lambda comm: run(comm, models[comm.rank], stage, range(6)))
-    names = [name for name, param in models[0].named_parameters() if param.requires_grad]
+    found = on_models(world_size, build, partial(run, stage=stage, steps=range(6)))
+    names = [name for name, param in build().named_parameters() if param.requires_grad]
     for got, state, _ in found:
         assert all(torch.equal(got[name], weight) for name, weight in weights.items())
         for number, name in enumerate(names):
@@ -112,43 +111,42 @@ def test_steps_of_16_bit_weights_are_those_of_their_masters(stage: int, world_si
 
 @STAGES
 def test_model_in_float32_that_computes_in_16_bits_keeps_its_float32_values(stage: int) -> None:
-    models = [build(torch.float32) for _ in range(2)]
-    first = [p.detach().clone() for p in models[0].parameters() if p.requires_grad]
+    build_wide = partial(build, torch.float32)
+    first = [p.detach() for p in build_wide().parameters() if p.requires_grad]
 
-    def work(comm: Communicator) -> tuple[list[Tensor], list[torch.dtype]]:
-        model = models[comm.rank]
+    def work(comm: Communicator, model: Net) -> tuple[list[Tensor], list[torch.dtype]]:
         opt = zero.Optimizer(model, rule(), comm, stage=stage, param_dtype=BF16)
         state = opt.state_dict()["state"]
         return [e["master"] for e in state.values()], [p.dtype for p in model.parameters()]
 
     trained = 6 if stage < 3 else 8  # the others, which are frozen, are nobody's but in stage 3
-    for masters, dtypes in run_ranks(2, work):
+    for masters, dtypes in on_models(2, build_wide, work):
         assert all(torch.equal(a, b) for a, b in zip(masters, first, strict=True))
         assert dtypes.count(BF16) == trained
 
 
 @pytest.mark.parametrize(("before", "after"), [(0, 3), (3, 1), (2, 0)], ids=str)
 def test_masters_go_on_at_another_stage_bit_for_bit(before: int, after: int) -> None:
-    models = [build() for _ in range(2)]
-    want = run_ranks(2, lambda comm: run(comm, models[comm.rank], before, range(4)))[0]
-    models = [build() for _ in range(2)]
-    half = run_ranks(2, lambda comm: run(comm, models[comm.rank], before, range(2)))[0]
-    models = [build() for _ in range(2)]
-    for model in models:
+    want = on_models(2, build, partial(run, stage=before, steps=range(4)))[0]
+    half = on_models(2, build, partial(run, stage=before, steps=range(2)))[0]
+
+    def again() -> Net:
+        model = build()
         model.load_state_dict(half[0])
+        return model
+
     rest = partial(run, stage=after, steps=range(2, 4), state=half[1])
-    for weights, state, _ in run_ranks(2, lambda comm: rest(comm, models[comm.rank])):
+    for weights, state, _ in on_models(2, again, rest):
         assert all(torch.equal(weights[name], value) for name, value in want[0].items())
         for number, entry in want[1]["state"].items():
             assert all(torch.equal(state["state"][number][n], v) for n, v in entry.items())
 
 
 def test_bytes_are_2_of_a_weight_4_of_a_gradient_and_12_of_states_or_of_a_part() -> None:
-    models = [build() for _ in range(4)]
-    psi = sum(param.numel() for param in models[0].parameters() if param.requires_grad)
-    whole = run_ranks(2, lambda comm: run(comm, models[comm.rank], 0, range(1)))[0][2]
+    psi = sum(param.numel() for param in build().parameters() if param.requires_grad)
+    whole = on_models(2, build, partial(run, stage=0, steps=range(1)))[0][2]
     assert whole == (2 * psi, 4 * psi, 12 * psi + 4)
-    part = run_ranks(2, lambda comm: run(comm, models[2 + comm.rank], 3, range(1)))[0][2]
+    part = on_models(2, build, partial(run, stage=3, steps=range(1)))[0][2]
     assert part.parameters == 0
     assert abs(part.gradients - 4 * psi / 2) <= 4 * 2048
     assert abs(part.states - 12 * psi / 2) <= 12 * 2048 + 4
@@ -156,10 +154,7 @@ def test_bytes_are_2_of_a_weight_4_of_a_gradient_and_12_of_states_or_of_a_part()
 
 @STAGES
 def test_weight_that_was_written_without_its_master_is_an_error(stage: int) -> None:
-    models = [build() for _ in range(2)]
-
-    def work(comm: Communicator) -> None:
-        model = models[comm.rank]
+    def work(comm: Communicator, model: nn.Module) -> None:
         opt = zero.Optimizer(model, rule(), comm, stage=stage)
         weight = model.blocks[0].weight
         assert isinstance(weight, Tensor)
@@ -178,7 +173,7 @@ def test_weight_that_was_written_without_its_master_is_an_error(stage: int) -> N
         with pytest.raises(RuntimeError, match=r"blocks\.0\.weight has been written since"):
             opt.step()
 
-    run_ranks(2, work)
+    on_models(2, build, work)
 
 
 def test_state_without_masters_takes_the_weights_that_are_there() -> None:

@@ -21,7 +21,7 @@ from anychip.train import optim, precision, zero
 from anychip.train.optim.rule import BLOCK
 from anychip.train.zero.exchange import Flat
 from anychip.train.zero.layout import ALIGNMENT
-from tests.unit.train.zero_oracle import descend
+from tests.unit.train.zero_oracle import descend, on_models
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3], ids="stage{}".format)
 BUCKET_NBYTES = 200_000
@@ -66,21 +66,17 @@ def kept_nbytes(comm: Communicator) -> int:
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize(
-    ("world_size", "stage"),
-    [(1, 2), (3, 0), (3, 1), (3, 2), (3, 3)],
-    ids=["one-rank", "stage0", "stage1", "stage2", "stage3"],
-)
+@pytest.mark.parametrize(("world_size", "stage"), [
+    (1, 2), (3, 0), (3, 1), (3, 2), (3, 3),
+], ids=["one-rank", "stage0", "stage1", "stage2", "stage3"])  # fmt: skip
 def test_bytes_per_rank_follow_the_formula_and_are_what_tensors_hold(
     world_size: int, stage: int
 ) -> None:
-    models = [build() for _ in range(world_size)]
     gc.collect()
-    start = live_nbytes() - 4 * PSI * world_size
+    start = live_nbytes()
     released: list[int] = []
 
-    def work(comm: Communicator) -> tuple[zero.MemoryUse, int, list[int], int]:
-        model = models[comm.rank]
+    def work(comm: Communicator, model: nn.Module) -> tuple[zero.MemoryUse, int, list[int], int]:
         opt = zero.Optimizer(
             model, optim.adamw(1e-2), comm, stage=stage, bucket_nbytes=BUCKET_NBYTES
         )
@@ -104,7 +100,7 @@ def test_bytes_per_rank_follow_the_formula_and_are_what_tensors_hold(
         comm.barrier()
         return nbytes - start - sum(released)  # which have no memory, and sizes all the same
 
-    check_formula(run_ranks(world_size, work), stage)
+    check_formula(on_models(world_size, build, work), stage)
 
 
 def check_formula(results: list[tuple[zero.MemoryUse, int, list[int], int]], stage: int) -> None:
@@ -135,10 +131,8 @@ def check_formula(results: list[tuple[zero.MemoryUse, int, list[int], int]], sta
 @pytest.mark.parametrize("stage", [0, 1, 2], ids="stage{}".format)
 def test_stage_2_frees_buffers_while_backward_goes_on(stage: int) -> None:
     """At the end of backward stage 2 has held few buckets, the others all of them."""
-    models = [nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(12)) for _ in range(2)]
 
-    def work(comm: Communicator) -> int:
-        layers = models[comm.rank]
+    def work(comm: Communicator, layers: nn.Module) -> int:
         opt = zero.Optimizer(layers, optim.sgd(0.1), comm, stage=stage, bucket_nbytes=1)
         assert opt.sharded is not None
         held = []
@@ -157,7 +151,9 @@ def test_stage_2_frees_buffers_while_backward_goes_on(stage: int) -> None:
         opt.backward(y.sum())
         return held[0]
 
-    for held in run_ranks(2, work):
+    for held in on_models(
+        2, lambda: nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(12)), work
+    ):
         assert held <= 2 if stage == 2 else held >= 11
 
 
@@ -173,11 +169,11 @@ def asked(comms: set[Communicator]) -> tuple[Counter[str], Counter[str]]:
 def test_one_step_sends_each_gradient_and_each_parameter_once(
     stage: int, world_size: int, dtype: torch.dtype
 ) -> None:
-    models = [build() for _ in range(world_size)]
     rule = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-2))
 
-    def work(comm: Communicator) -> tuple[dict[str, int], dict[str, int], list[int]]:
-        model = models[comm.rank]
+    def work(
+        comm: Communicator, model: nn.Module
+    ) -> tuple[dict[str, int], dict[str, int], list[int]]:
         opt = zero.Optimizer(
             model, rule, comm, stage=stage, precision=policy(dtype), bucket_nbytes=BUCKET_NBYTES
         )
@@ -199,7 +195,7 @@ def test_one_step_sends_each_gradient_and_each_parameter_once(
 
     # Beside 2 Psi: a byte per parameter tensor (has it a gradient?), and a row for the norm.
     tensors = 2 * (len(SIZES) - 1)
-    for calls, nbytes, numels in run_ranks(world_size, work):
+    for calls, nbytes, numels in on_models(world_size, build, work):
         buffers, sent = len(numels), sum(numels)
         assert PSI <= sent <= PSI + (padding(world_size, buffers) if stage else GAPS)
         gathers = 2 if stage == 3 else 1  # before the forward of each batch, or once after the step

@@ -18,7 +18,6 @@ from torch import nn
 
 import anychip
 from anychip.comm import alone
-from anychip.comm.threads import run_ranks
 from anychip.contract import Communicator, UnsupportedError
 from anychip.train import checkpoint, optim, precision, zero
 from anychip.train.files import NotWrittenError
@@ -28,6 +27,7 @@ from tests.unit.train.zero_oracle import (
     Trained,
     assert_equal,
     descend,
+    on_models,
     ragged,
     ragged_loss,
     sharded,
@@ -84,8 +84,7 @@ def test_each_kind_alone_changes_no_bit(kinds: str) -> None:
 
 @pytest.mark.parametrize("tier", ["host", "file"])
 def test_passes_that_are_reduced_apart_add_up_in_their_order(tier: str, tmp_path: Path) -> None:
-    def work(comm: Communicator, **how: Any) -> list[torch.Tensor]:
-        model = models[comm.rank]
+    def work(comm: Communicator, model: nn.Module, **how: Any) -> list[torch.Tensor]:
         opt = zero.Optimizer(model, RULES["adamw"](), comm, stage=3, units=["shared"], **how)
         for step in range(2):
             for micro in range(3):
@@ -95,19 +94,17 @@ def test_passes_that_are_reduced_apart_add_up_in_their_order(tier: str, tmp_path
         with opt.whole():
             return [p.detach().clone() for p in model.parameters()]
 
-    models = [ragged() for _ in range(2)]
-    want = run_ranks(2, work)
-    models = [ragged() for _ in range(2)]
+    want = on_models(2, ragged, work)
     offload = everything(str(tmp_path) if tier == "file" else tier, 3)
-    for got in run_ranks(2, lambda comm: work(comm, offload=offload, chunk_nbytes=CHUNK_NBYTES)):
+    how = {"offload": offload, "chunk_nbytes": CHUNK_NBYTES}
+    for got in on_models(2, ragged, partial(work, **how)):
         assert all(map(torch.equal, got, want[0]))
 
 
 def test_gradient_that_is_not_finite_skips_the_step() -> None:
     policy = precision.policy("fp16", anychip.backend())
 
-    def work(comm: Communicator) -> list[bool]:
-        model = models[comm.rank]
+    def work(comm: Communicator, model: nn.Module) -> list[bool]:
         offload = everything("host", 2)
         opt = zero.Optimizer(
             model, RULES["adamw"](), comm, stage=2, precision=policy, offload=offload
@@ -122,8 +119,7 @@ def test_gradient_that_is_not_finite_skips_the_step() -> None:
             opt.zero_grad()
         return found
 
-    models = [ragged() for _ in range(2)]
-    assert run_ranks(2, work) == [[False, True, False]] * 2
+    assert on_models(2, ragged, work) == [[False, True, False]] * 2
 
 
 @pytest.mark.grid
@@ -137,8 +133,7 @@ def test_averages_are_in_the_place_of_the_weights_and_give_it_back_bit_for_bit(
     offload = everything(where, stage, has_masters=dtype != torch.float32) if tier else {}
     how: Any = {"offload": offload, "chunk_nbytes": CHUNK_NBYTES} if tier else {}
 
-    def work(comm: Communicator, *, is_asked: bool) -> Any:
-        model = models[comm.rank]
+    def work(comm: Communicator, model: nn.Module, *, is_asked: bool) -> Any:
         opt = zero.Optimizer(model, RULES["averaged"](), comm, stage=stage, **how)
         seen = []
         for step in range(3):
@@ -152,10 +147,8 @@ def test_averages_are_in_the_place_of_the_weights_and_give_it_back_bit_for_bit(
             params = [param.detach().clone() for param in model.parameters()]
         return seen, params, [entry["ema"] for entry in opt.state_dict()["state"].values()]
 
-    found = []
-    for is_asked in (False, True):
-        models = [masters.build(dtype) for _ in range(world_size)]
-        found.append(run_ranks(world_size, partial(work, is_asked=is_asked)))
+    build = partial(masters.build, dtype)
+    found = [on_models(world_size, build, partial(work, is_asked=asked)) for asked in (False, True)]
     for (_, *want), (seen, *got) in zip(*found, strict=True):
         assert seen == [True] * 3
         assert all(map(torch.equal, (*got[0], *got[1]), (*want[0], *want[1])))
@@ -176,8 +169,7 @@ def test_averages_that_nobody_keeps_cannot_be_asked() -> None:
 def test_checkpoint_goes_on_in_other_tiers(
     before: str | None, after: str | None, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    def train(comm: Communicator, tier: str | None, first: int, last: int) -> Any:
-        model = models[comm.rank]
+    def train(comm: Communicator, model: nn.Module, tier: Any, first: int, last: int) -> Any:
         where = str(tmp_path / "spill") if tier == "file" else tier
         offload = everything(where, 3, has_masters=dtype != torch.float32) if tier else {}
         opt = zero.Optimizer(
@@ -192,12 +184,10 @@ def test_checkpoint_goes_on_in_other_tiers(
         return Trained(values_of(model, opt), [], opt.state_dict())
 
     (tmp_path / "spill").mkdir()
-    models = [masters.build(dtype) for _ in range(2)]
-    run_ranks(2, lambda comm: train(comm, before, 0, 2))
-    models = [masters.build(dtype)]
-    got = run_ranks(1, lambda comm: train(comm, after, 2, 4))
-    models = [masters.build(dtype)]
-    (want,) = run_ranks(1, lambda comm: train(comm, None, 0, 4))
+    build = partial(masters.build, dtype)
+    on_models(2, build, partial(train, tier=before, first=0, last=2))
+    got = on_models(1, build, partial(train, tier=after, first=2, last=4))
+    (want,) = on_models(1, build, partial(train, tier=None, first=0, last=4))
     assert_equal(got, want)
 
 
@@ -242,16 +232,15 @@ def test_what_is_elsewhere_is_a_tensor_to_whoever_asks() -> None:
 
 
 def test_bytes_of_each_tier_add_up_to_the_formula(tmp_path: Path) -> None:
-    def work(comm: Communicator) -> list[zero.MemoryUse]:
+    def work(comm: Communicator, model: nn.Module) -> list[zero.MemoryUse]:
         offload = {"states": tiers.File(tmp_path), "masters": "host", "gradients": "host"}
-        opt = zero.Optimizer(models[comm.rank], masters.rule(), comm, stage=3, offload=offload)
+        opt = zero.Optimizer(model, masters.rule(), comm, stage=3, offload=offload)
         return [opt.memory(tier) for tier in (None, "device", "host", "file")]
 
-    models = [masters.build() for _ in range(2)]
-    trained = sum(p.numel() for p in models[0].parameters() if p.requires_grad)
+    trained = sum(p.numel() for p in masters.build().parameters() if p.requires_grad)
     low = 2 * 3 * 2 * 3 * 1024  # of 3 units in 2 parts of 3 granules, gaps included
     whole, *parts = (zero.MemoryUse(*map(sum, zip(*each, strict=True)))
-                     for each in zip(*run_ranks(2, work), strict=True))  # fmt: skip
+                     for each in zip(*on_models(2, masters.build, work), strict=True))  # fmt: skip
     steps = 2 * 4
     assert whole == (low, 4 * trained, 12 * trained + steps)
     assert parts == [
@@ -429,8 +418,7 @@ def test_what_cannot_be_elsewhere_is_refused_with_a_reason(name: str) -> None:
 def test_rank_that_has_nothing_of_a_group_counts_its_steps() -> None:
     """A group of one small parameter lies on rank 0 alone; bias correction is counted on both."""
 
-    def work(comm: Communicator) -> list[float]:
-        model = models[comm.rank]
+    def work(comm: Communicator, model: nn.Module) -> list[float]:
         groups = [{"params": [model.weight]}, {"params": [model.bias], "lr": 1e-3}]
         opt = zero.Optimizer(
             groups, optim.adamw(1e-2), comm, stage=2, offload=everything("host", 2)
@@ -439,5 +427,4 @@ def test_rank_that_has_nothing_of_a_group_counts_its_steps() -> None:
             descend(opt, model(torch.ones(1, 40)).square().sum())
         return [float(opt.state[param]["step"]) for param in model.parameters()]
 
-    models = [nn.Linear(40, 60) for _ in range(2)]
-    assert run_ranks(2, work) == [[2.0, 2.0]] * 2
+    assert on_models(2, lambda: nn.Linear(40, 60), work) == [[2.0, 2.0]] * 2

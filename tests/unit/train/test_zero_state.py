@@ -17,6 +17,7 @@ from tests.unit.train.zero_oracle import (
     Trained,
     assert_equal,
     descend,
+    on_models,
     ragged,
     ragged_loss,
     serial,
@@ -109,16 +110,13 @@ def test_state_of_float32_is_refused_by_a_rule_of_8_bits() -> None:
 
 
 def test_state_dict_is_on_every_rank_or_on_the_one_that_is_named() -> None:
-    models = [ragged() for _ in range(3)]
-
-    def work(comm: Communicator) -> tuple[dict[str, Any], dict[str, Any]]:
-        model = models[comm.rank]
+    def work(comm: Communicator, model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
         opt = zero.Optimizer(model, adamw(), comm, stage=2)
         opt.backward(ragged_loss(model, 0, comm.rank, 0))
         opt.step()
         return opt.state_dict(), opt.state_dict(to_rank=1)
 
-    results = run_ranks(3, work)
+    results = on_models(3, ragged, work)
     want = results[0][0]
     for rank, (everywhere, on_one) in enumerate(results):
         for state in (everywhere, on_one) if rank == 1 else (everywhere,):
@@ -134,10 +132,8 @@ def test_state_dict_is_on_every_rank_or_on_the_one_that_is_named() -> None:
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (2, 0), (2, 1)])
 def test_state_of_another_model_is_refused_and_nothing_changes(world_size: int, stage: int) -> None:
     other = zero.Optimizer(nn.Linear(6, 4), adamw(), alone()).state_dict()
-    models = [nn.Linear(6, 5) for _ in range(2)]
 
-    def work(comm: Communicator) -> None:
-        model = models[comm.rank]
+    def work(comm: Communicator, model: nn.Module) -> None:
         opt = zero.Optimizer(model, adamw(), comm, stage=stage)
         opt.backward(model(torch.ones(1, 6)).sum())
         opt.step()
@@ -150,7 +146,7 @@ def test_state_of_another_model_is_refused_and_nothing_changes(world_size: int, 
             assert all(torch.equal(after[index][name], value) for name, value in entry.items())
         assert opt.num_steps == 1
 
-    run_ranks(world_size, work)
+    on_models(world_size, lambda: nn.Linear(6, 5), work)
 
 
 @pytest.mark.parametrize(("size", "blocks", "message"), [

@@ -5,12 +5,14 @@ lag behind by a random time, each with memory of its own: nothing is there befor
 """
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.utils.checkpoint
+from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from anychip import runtime
@@ -22,7 +24,7 @@ from anychip.train.zero import streaming, tiers
 from benchmarks.late_link import Clock, late
 from tests.meta.asynchronous import AsynchronousBackend
 from tests.unit.train import test_zero_masters as masters
-from tests.unit.train.zero_oracle import descend
+from tests.unit.train.zero_oracle import descend, on_models
 
 CHUNK_NBYTES = 8_000
 
@@ -113,16 +115,9 @@ def test_training_on_side_streams_has_the_bits_of_one_stream(
     offload = dict.fromkeys(kinds, str(tmp_path) if tier == "file" else tier)
     with monkeypatch.context() as patch:
         patch.setattr(runtime, "_active", None)
-        models = [masters.build(dtype) for _ in range(2)]
-        want = run_ranks(2, lambda comm: train(comm, models[comm.rank]))
-    models = [masters.build(dtype) for _ in range(2)]
-    got = run_ranks(
-        2,
-        lambda comm: train(
-            comm, models[comm.rank], offload=offload, chunk_nbytes=CHUNK_NBYTES, prefetch=2
-        ),
-        staged="cpu",
-    )
+        want = on_models(2, partial(masters.build, dtype), train)
+    how = {"offload": offload, "chunk_nbytes": CHUNK_NBYTES, "prefetch": 2}
+    got = on_models(2, partial(masters.build, dtype), partial(train, **how), staged="cpu")
     for rank in range(2):
         for number, (one, other) in enumerate(zip(got[rank], want[rank], strict=True)):
             assert torch.equal(one, other), (rank, number)
@@ -201,8 +196,8 @@ def test_a_step_waits_for_few_calls_and_computes_during_all_others(
 ) -> None:
     """Over a link where each call takes one unit of time, by a clock of our own."""
 
-    def work(comm: Communicator) -> list[float]:
-        model, clock, waits = models[comm.rank], VirtualClock(), []
+    def work(comm: Communicator, model: nn.Module) -> list[float]:
+        clock, waits = VirtualClock(), []
         rule = optim.adamw(1e-3)
         rule = optim.chain(optim.clip_by_global_norm(1.0), rule) if clips else rule
         slow = late(comm, 1.0, clock)
@@ -213,8 +208,7 @@ def test_a_step_waits_for_few_calls_and_computes_during_all_others(
             waits.append(clock.slept_s)
         return waits
 
-    models = [Scaled() for _ in range(2)]
-    for waits in run_ranks(2, work):
+    for waits in on_models(2, Scaled, work):
         assert waits[1:] == [delays] * 2
 
 

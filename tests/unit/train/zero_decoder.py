@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from anychip.comm.threads import run_ranks
 from anychip.contract import Communicator
 from anychip.train import models, optim, zero
 from anychip.train.models import GPTConfig, LlamaConfig
+from tests.unit.train.zero_oracle import on_models
 
 SIZES = {"vocab_size": 97, "context": 16, "layers": 4, "heads": 2, "width": 48}
 
@@ -49,8 +49,7 @@ def decoder_loss(model: nn.Module, step: int, rank: int, micro: int) -> Tensor:
 
 def on_two(work: Callable[[Communicator, nn.Module], Any], build: Any = decoder) -> list[Any]:
     """On two ranks, each with a model of its own."""
-    made = [build(), build()]
-    return run_ranks(2, lambda comm: work(comm, made[comm.rank]))
+    return on_models(2, build, work)
 
 
 def optimizer(model: nn.Module, comm: Communicator, **options: Any) -> zero.Optimizer:

@@ -6,7 +6,7 @@ divided by their number; the rule then makes its update on one rank, which knows
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from anychip.train import optim, zero
 from anychip.train.zero.exchange import GradientReduction
 from tests.order_of_sums import pairwise
 
+T = TypeVar("T")
 Loss = Callable[[nn.Module, int, int, int], Tensor]
 """(model, step, rank, micro-batch) to the loss."""
 
@@ -147,8 +148,7 @@ def sharded(
 ) -> list[Trained]:
     """The same on ranks as threads; one result per rank. ``more`` is for stage 3."""
 
-    def work(comm: Communicator) -> Trained:
-        model = models[comm.rank]
+    def work(comm: Communicator, model: nn.Module) -> Trained:
         options: dict[str, Any] = {"units": units_of(model)} | more
         opt = zero.Optimizer(
             model, rule(), comm, stage=stage, bucket_nbytes=bucket_nbytes, reduction=reduction,
@@ -164,9 +164,16 @@ def sharded(
             norms.append(descend(opt, loss(model, step, comm.rank, micro - 1)).grad_norm)
         return Trained(values_of(model, opt), norms, opt.state_dict())
 
+    return on_models(world_size, build, work)
+
+
+def on_models(
+    world_size: int, build: Callable[[], Any], work: Callable[..., T], **settings: Any
+) -> list[T]:
+    """What ``work(comm, model)`` gives on each of some ranks, which have a model of their own."""
     # Before the threads start: they share torch's generator.
     models = [build() for _ in range(world_size)]
-    return run_ranks(world_size, work)
+    return run_ranks(world_size, lambda comm: work(comm, models[comm.rank]), **settings)
 
 
 def descend(opt: zero.Optimizer, loss: Tensor) -> zero.StepResult:

@@ -26,7 +26,7 @@ from anychip.contract import Communicator
 from anychip.train import checkpoint, config, files, loop, optim, run, zero
 from anychip.train.checkpoint import CheckpointError, writing
 from tests.unit.train.stored_tensors import stored
-from tests.unit.train.zero_oracle import descend, ragged, ragged_loss, units_of
+from tests.unit.train.zero_oracle import descend, on_models, ragged, ragged_loss, units_of
 
 ARRANGEMENTS: dict[str, tuple[int, list[str], dict[str, Any]]] = {
     "1": (1, [], {}),
@@ -184,8 +184,7 @@ def kept(
 ) -> list[dict[str, Tensor]]:
     """Goes on from a checkpoint, if there is one, trains some steps, and saves."""
 
-    def work(comm: Communicator) -> dict[str, Tensor]:
-        model = models[comm.rank]
+    def work(comm: Communicator, model: nn.Module) -> dict[str, Tensor]:
         given = {"units": units_of(model)} | options
         opt = ragged_optimizer(model, comm, **given)
         begun = checkpoint.resume(out, model=model, optimizer=opt, comm=comm).step
@@ -194,8 +193,7 @@ def kept(
         checkpoint.save(out, step=begun + steps, model=model, optimizer=opt, comm=comm)
         return held(model, opt)
 
-    models = [ragged().to(dtype) for _ in range(world_size)]
-    return run_ranks(world_size, work)
+    return on_models(world_size, lambda: ragged().to(dtype), work)
 
 
 @pytest.mark.parametrize(("before", "after"), [
@@ -286,8 +284,7 @@ def test_no_tensor_is_sent_to_be_saved_or_loaded(tmp_path: Path, arrangement: st
 def test_rank_that_cannot_write_fails_the_save_of_all_and_the_one_before_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
-    def work(comm: Communicator) -> str:
-        model = models[comm.rank]
+    def work(comm: Communicator, model: nn.Module) -> str:
         opt = ragged_optimizer(model, comm, stage=2)
         checkpoint.save(tmp_path, step=1, model=model, optimizer=opt, comm=comm)
         comm.barrier()
@@ -305,20 +302,16 @@ def test_rank_that_cannot_write_fails_the_save_of_all_and_the_one_before_stays(
 
     real, broken = writing.write_tensors, set[str]()
     monkeypatch.setattr(writing, "write_tensors", write)
-    models = [ragged() for _ in range(2)]
-    told = run_ranks(2, work)
+    told = on_models(2, ragged, work)
     assert all("of step 2 was not written; the one before is intact" in text for text in told)
     monkeypatch.undo()
     model = ragged()
     opt = ragged_optimizer(model, alone())
     assert checkpoint.resume(tmp_path, model=model, optimizer=opt).step == 1
     assert len(stored(tmp_path / "checkpoint")) > 30
-    assert {p.suffix for p in (tmp_path / "checkpoint").iterdir()} == {
-        ".json",
-        ".pt",
-        ".safetensors",
-    }
-    assert len(list((tmp_path / "checkpoint").iterdir())) == 2 + 2
+    there = list((tmp_path / "checkpoint").iterdir())
+    assert {p.suffix for p in there} == {".json", ".pt", ".safetensors"}
+    assert len(there) == 2 + 2
 
 
 def test_damage_that_one_rank_finds_keeps_all_from_loading(tmp_path: Path) -> None:
@@ -331,8 +324,7 @@ def test_damage_that_one_rank_finds_keeps_all_from_loading(tmp_path: Path) -> No
     content[box["offset"] + box["nbytes"] - 1] ^= 1
     (folder / box["file"]).write_bytes(content)
 
-    def work(comm: Communicator) -> tuple[str, dict[str, Tensor]]:
-        model = models[comm.rank]
+    def work(comm: Communicator, model: nn.Module) -> tuple[str, dict[str, Tensor]]:
         opt = ragged_optimizer(model, comm, stage=2)
         before = held(model, opt)
         with pytest.raises(CheckpointError) as caught:
@@ -340,8 +332,7 @@ def test_damage_that_one_rank_finds_keeps_all_from_loading(tmp_path: Path) -> No
         assert_same(held(model, opt), before)
         return str(caught.value)
 
-    models = [ragged() for _ in range(2)]
-    told = run_ranks(2, work)
+    told = on_models(2, ragged, work)
     assert all(f"the content of {box['file']} is not what was written" in text for text in told)
     assert sorted(text.startswith("rank ") for text in told) == [False, True]
 
@@ -350,15 +341,13 @@ def test_ranks_that_see_different_checkpoints_load_none(tmp_path: Path) -> None:
     for rank in range(2):
         kept(tmp_path / f"{rank}", 1, steps=1 + rank)
 
-    def work(comm: Communicator) -> None:
-        model = models[comm.rank]
+    def work(comm: Communicator, model: nn.Module) -> None:
         opt = ragged_optimizer(model, comm)
         with pytest.raises(CheckpointError, match="the ranks see different ones"):
             checkpoint.resume(tmp_path / f"{comm.rank}", model=model, optimizer=opt, comm=comm)
         assert opt.num_steps == 0
 
-    models = [ragged() for _ in range(2)]
-    run_ranks(2, work)
+    on_models(2, ragged, work)
 
 
 def test_stages_refuse_a_tensor_that_none_of_them_has(tmp_path: Path) -> None:

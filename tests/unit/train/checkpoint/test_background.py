@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from anychip.comm.threads import run_ranks
 from anychip.contract import Communicator
@@ -36,7 +37,7 @@ from tests.unit.train.checkpoint.test_arrangements import (
 from tests.unit.train.checkpoint.test_keeping import steps
 from tests.unit.train.stored_tensors import stored
 from tests.unit.train.test_checkpoint import Parts
-from tests.unit.train.zero_oracle import descend, ragged, ragged_loss, units_of
+from tests.unit.train.zero_oracle import descend, on_models, ragged, ragged_loss, units_of
 
 
 class Gate:
@@ -74,8 +75,7 @@ def published(directory: Path) -> int:
 def test_steps_that_follow_change_nothing_of_what_is_written_and_nothing_is_sent(
     tmp_path: Path, gate: Gate, world_size: int, stage: int
 ) -> None:
-    def work(comm: Communicator) -> Any:
-        model = models[comm.rank]
+    def work(comm: Communicator, model: nn.Module) -> Any:
         opt = ragged_optimizer(model, comm, stage=stage, units=units_of(model))
         saver = Saver()
         for step in range(4):
@@ -94,8 +94,7 @@ def test_steps_that_follow_change_nothing_of_what_is_written_and_nothing_is_sent
         saver.close()
         return want
 
-    models = [ragged() for _ in range(world_size)]
-    want = joined(run_ranks(world_size, work))
+    want = joined(on_models(world_size, ragged, work))
     assert_same(stored(tmp_path / "checkpoint"), want)
     assert steps(tmp_path / "checkpoint") == [2]
 
@@ -130,8 +129,7 @@ def test_all_of_a_checkpoint_is_of_the_step_at_which_it_was_asked_for(
 
 
 def test_host_holds_one_copy_of_what_a_rank_writes_and_uses_it_again(tmp_path: Path) -> None:
-    def work(comm: Communicator) -> int:
-        model = models[comm.rank]
+    def work(comm: Communicator, model: nn.Module) -> int:
         opt = ragged_optimizer(model, comm, stage=3, units=units_of(model))
         with Saver() as saver:
             places, sizes = set[int](), set[int]()
@@ -144,8 +142,7 @@ def test_host_holds_one_copy_of_what_a_rank_writes_and_uses_it_again(tmp_path: P
         assert len(sizes) == len(places) == 1
         return sizes.pop()
 
-    models = [ragged() for _ in range(2)]
-    copies = run_ranks(2, work)
+    copies = on_models(2, ragged, work)
     manifest = json.loads((tmp_path / "checkpoint" / "manifest.json").read_text())
     written = [entry["nbytes"] - entry["header_nbytes"] for entry in manifest["files"].values()]
     assert sorted(copies) == sorted(written)
@@ -217,8 +214,8 @@ def test_what_is_not_written_yet_is_given_up_with_an_exception(tmp_path: Path, g
 def test_ranks_that_write_into_different_directories_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def work(comm: Communicator) -> None:
-        model, out = models[comm.rank], tmp_path / f"{comm.rank}"
+    def work(comm: Communicator, model: nn.Module) -> None:
+        out = tmp_path / f"{comm.rank}"
         (out / "checkpoint").mkdir(parents=True)
         opt = ragged_optimizer(model, comm, stage=1)
         for saver in (None, Saver()):
@@ -228,15 +225,13 @@ def test_ranks_that_write_into_different_directories_are_told(
                 checkpoint.save(out, step=2, model=model, optimizer=opt, comm=comm, saver=saver)
 
     monkeypatch.setattr(publishing, "WAIT_S", 0.1)
-    models = [ragged() for _ in range(2)]
-    run_ranks(2, work)
+    on_models(2, ragged, work)
 
 
 def test_host_without_memory_for_a_copy_is_told_on_all_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def work(comm: Communicator) -> None:
-        model = models[comm.rank]
+    def work(comm: Communicator, model: nn.Module) -> None:
         opt = ragged_optimizer(model, comm, stage=1)
         comm.barrier()
         if comm.rank == 1:
@@ -252,8 +247,7 @@ def test_host_without_memory_for_a_copy_is_told_on_all_ranks(
 
     real, broken = torch.empty, list[Any]()
     monkeypatch.setattr(torch, "empty", empty)
-    models = [ragged() for _ in range(2)]
-    run_ranks(2, work)
+    on_models(2, ragged, work)
     assert not (tmp_path / "checkpoint" / "manifest.json").exists()
 
 

@@ -28,6 +28,7 @@ from anychip.train.parallel import (
     partition,
 )
 from anychip.train.parallel.message import HEADER_NUMEL
+from tests.unit.train.zero_oracle import on_models
 
 STEPS, ROWS, LENGTH, VOCAB = 20, 8, 6, 29
 LLAMA = LlamaConfig(vocab_size=VOCAB, context=8, layers=2, heads=2, kv_heads=1, width=16)
@@ -80,10 +81,8 @@ def pipelined(
     model: nn.Module, schedule: Schedule, data: Tensor, parts: Sequence[range] | None = None
 ) -> list[tuple[list[float], dict[str, Tensor]]]:
     """Losses and final state dict of every rank, each beginning with a copy of the model."""
-    models = [copy.deepcopy(model) for _ in schedule.rows]
 
-    def work(comm: Communicator) -> tuple[list[float], dict[str, Tensor]]:
-        mine: Any = models[comm.rank]
+    def work(comm: Communicator, mine: Any) -> tuple[list[float], dict[str, Tensor]]:
         cut = parts or partition([1] * num_layers(mine), comm.world_size)
         stage: Any = make_stage(mine, cut[comm.rank])
         pipeline = Pipeline(stage, comm, schedule, tied=stage.tied)
@@ -98,14 +97,12 @@ def pipelined(
             losses.append(float(loss))
         return losses, stage.state_dict()
 
-    return run_ranks(len(schedule.rows), work)
+    return on_models(len(schedule.rows), lambda: copy.deepcopy(model), work)
 
 
-@pytest.mark.parametrize(
-    ("stages", "count"),
-    [(2, 4), *(pytest.param(*n, marks=pytest.mark.grid) for n in [(4, 4), (2, 1), (3, 4), (1, 2)])],
-    ids=["2-stages", "4-stages", "m-is-1", "not-a-multiple", "1-stage"],
-)
+@pytest.mark.parametrize(("stages", "count"), [
+    (2, 4), *(pytest.param(*n, marks=pytest.mark.grid) for n in [(4, 4), (2, 1), (3, 4), (1, 2)]),
+], ids=["2-stages", "4-stages", "m-is-1", "not-a-multiple", "1-stage"])  # fmt: skip
 def test_pipeline_over_twenty_steps_has_the_bits_of_one_rank(
     generator: Generator, stages: int, count: int
 ) -> None:
@@ -133,10 +130,8 @@ def test_receives_posted_early_change_no_bit(generator: Generator, ahead: int) -
 
 def test_tied_gradients_of_one_step_are_the_sum_of_both_uses() -> None:
     model, (tokens, targets) = whole(TIED), batches(steps=1)[0]
-    models = [copy.deepcopy(model) for _ in range(2)]
 
-    def work(comm: Communicator) -> Tensor:
-        mine: Any = models[comm.rank]
+    def work(comm: Communicator, mine: Any) -> Tensor:
         stage: Any = make_stage(mine, partition([1] * 4, 2)[comm.rank])
         pipeline = Pipeline(stage, comm, one_f_one_b(2, 4), tied=stage.tied)
         half = ROWS // 2
@@ -148,7 +143,7 @@ def test_tied_gradients_of_one_step_are_the_sum_of_both_uses() -> None:
         grad: Tensor = stage.tied[0].grad
         return grad
 
-    first, last = run_ranks(2, work)
+    first, last = on_models(2, lambda: copy.deepcopy(model), work)
     assert torch.equal(first, last)
     for x, y in zip(tokens.chunk(8), targets.chunk(8), strict=True):
         (model(x, y) / 4).backward()

@@ -83,11 +83,9 @@ def executed_by_torch(kind: Any, stages: int, microbatches: int) -> list[list[st
 @pytest.mark.parametrize(
     ("stages", "microbatches"), [(1, 2), (2, 2), (2, 7), (4, 4), (4, 11), (8, 9)]
 )
-@pytest.mark.parametrize(
-    ("generate", "kind"),
-    [(gpipe, torchs.ScheduleGPipe), (one_f_one_b, torchs.Schedule1F1B)],
-    ids=["gpipe", "1f1b"],
-)
+@pytest.mark.parametrize(("generate", "kind"), [
+    (gpipe, torchs.ScheduleGPipe), (one_f_one_b, torchs.Schedule1F1B),
+], ids=["gpipe", "1f1b"])  # fmt: skip
 def test_schedule_order_is_the_one_that_torch_executes(
     generate: Generator, kind: Any, stages: int, microbatches: int
 ) -> None:

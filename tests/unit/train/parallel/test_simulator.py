@@ -1,20 +1,29 @@
-"""The simulator against closed forms, in exact arithmetic, and its picture."""
+"""The simulator against closed forms, in exact arithmetic, and its picture.
+
+In the picture: every computation where it ran, text that fits, the numbers beside.
+"""
 
 import gc
 import itertools
+import re
 from collections.abc import Iterator
 from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 from anychip.train.parallel import (
     Action,
+    Bytes,
     Costs,
     ScheduleError,
     Span,
     Timeline,
     add_communication,
+    add_weights,
+    draw,
     gpipe,
     make_schedule,
     one_f_one_b,
@@ -149,21 +158,17 @@ def longest_path(text: str, costs: Costs) -> int:
     return max(start[action] + costs.of(action) for action in actions)  # type: ignore[type-var,operator,return-value]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        str(one_f_one_b(3, 4)),
-        str(gpipe(2, 5)),
-        # Two stages per rank, interleaved; and stages that come back to the first rank.
-        "0F0,0F1,2F0,2F1,2B0,2B1,0B0,0B1\n1F0,1F1,3F0,3F1,3B0,3B1,1B0,1B1",
-        "0F0,0F1,3F0,3B0,3F1,3B1,0B0,0B1\n1F0,2F0,1F1,2F1,2B0,1B0,2B1,1B1",
-        str(make_schedule("zbv", 2, 3, virtual=2)),
-        str(make_schedule("interleaved-zb", 2, 2, virtual=2)),
-        # Backwards in another order.
-        "0F0,0F1,0F2,0B2,0B1,0B0\n1F0,1F1,1F2,1B2,1B1,1B0",
-    ],
-    ids=["1f1b", "gpipe", "interleaved", "v-shaped", "zbv", "zb", "reversed"],
-)
+@pytest.mark.parametrize("text", [
+    str(one_f_one_b(3, 4)),
+    str(gpipe(2, 5)),
+    # Two stages per rank, interleaved; and stages that come back to the first rank.
+    "0F0,0F1,2F0,2F1,2B0,2B1,0B0,0B1\n1F0,1F1,3F0,3F1,3B0,3B1,1B0,1B1",
+    "0F0,0F1,3F0,3B0,3F1,3B1,0B0,0B1\n1F0,2F0,1F1,2F1,2B0,1B0,2B1,1B1",
+    str(make_schedule("zbv", 2, 3, virtual=2)),
+    str(make_schedule("interleaved-zb", 2, 2, virtual=2)),
+    # Backwards in another order.
+    "0F0,0F1,0F2,0B2,0B1,0B0\n1F0,1F1,1F2,1B2,1B1,1B0",
+], ids=["1f1b", "gpipe", "interleaved", "v-shaped", "zbv", "zb", "reversed"])  # fmt: skip
 def test_makespan_is_the_longest_path(text: str) -> None:
     costs = Costs(forward=[3, 1, 4, 1], backward=[5, 9, 2, 6], message=2)
     schedule = parse(text)
@@ -226,3 +231,76 @@ def test_timeline_text_ends_with_the_numbers() -> None:
     assert str(simulate(one_f_one_b(2, 2))).endswith(
         "makespan 9, idle per rank 3, 3, bubble 33.3%, at most 2, 1 microbatches in flight"
     )
+
+
+LEFT, WIDTH, WIDE = 66, 1040, 1216
+FONT = 0.65
+"""Width of a character in sizes of its font, in the widest of the usual ones."""
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def timeline(name: str, ranks: int, count: int, virtual: int) -> tuple[Timeline, str]:
+    schedule = add_weights(make_schedule(name, ranks, count, virtual=virtual), whole=1)
+    found = simulate(schedule, Costs(forward=1.0, backward=2.5))
+    memory = found.memory(schedule, Bytes(saved=3 << 30, kept=2 << 30, weights=1 << 28))
+    return found, draw(found, memory, title="a < b & c")
+
+
+CASES = [
+    ("1f1b", 2, 1, 1), ("gpipe", 4, 8, 1), ("interleaved", 4, 8, 4), ("zbv", 8, 16, 2),
+    ("dualpipev", 8, 128, 2), ("interleaved-zb", 16, 64, 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "ranks", "count", "virtual"), CASES)
+def test_picture_has_every_computation_where_it_ran(
+    name: str, ranks: int, count: int, virtual: int
+) -> None:
+    found, text = timeline(name, ranks, count, virtual)
+    root = ElementTree.fromstring(text)
+    drawn = [
+        (float(x) - LEFT, float(y), float(x) - LEFT + float(width))
+        for path in root.iter(f"{SVG}path")
+        if path.get("fill")
+        for x, y, width in re.findall(r"M([\d.]+) ([\d.]+)h([\d.]+)", path.get("d", ""))
+    ]
+    scale = WIDTH / float(found.makespan)
+    for rank, row in enumerate(found.rows):
+        y = 62 + 30 * rank
+        boxes = sorted((start, end) for start, at, end in drawn if at == y)
+        assert len(boxes) == len(row)
+        for (start, end), span in zip(boxes, row, strict=True):
+            assert start == pytest.approx(float(span.start) * scale, abs=0.02)
+            assert start < end <= float(span.end) * scale + 0.02
+            assert end >= float(span.end) * scale - 0.82
+    texts = [element.text for element in root.iter(f"{SVG}text")]
+    assert texts[0] == "a < b & c"
+    for idle in found.idle:
+        assert f"{float(idle / found.makespan):.1%} idle" in texts
+    assert sum(str(text).startswith("peak ") for text in texts) == ranks
+
+
+@pytest.mark.parametrize(("name", "ranks", "count", "virtual"), CASES)
+def test_text_of_a_picture_runs_into_nothing(
+    name: str, ranks: int, count: int, virtual: int
+) -> None:
+    """Numbers stay within their computation's width, all else within the page and off its like."""
+    found, text = timeline(name, ranks, count, virtual)
+    root = ElementTree.fromstring(text)
+    height = float(root.get("viewBox", "").split()[3])
+    narrowest = min(float(s.end - s.start) for row in found.rows for s in row)
+    lines: dict[float, list[tuple[float, float]]] = {}
+    for element in root.iter(f"{SVG}text"):
+        size = float(re.sub(r"\D", "", element.get("style", "")) or 12)
+        long, x = FONT * size * len(element.text or ""), float(element.get("x", 0))
+        kind = element.get("class")
+        begin = x - {"n": long / 2, "r": long}.get(str(kind), 0.0)
+        assert begin >= 0
+        assert begin + long <= WIDE + 4
+        assert float(element.get("y", 0)) <= height
+        lines.setdefault(float(element.get("y", 0)), []).append((begin, begin + long))
+    assert narrowest > 0
+    for places in lines.values():
+        ordered = sorted(places)
+        for (_, end), (begin, _) in pairwise(ordered):
+            assert end <= begin + 6

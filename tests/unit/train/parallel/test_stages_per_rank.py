@@ -35,6 +35,7 @@ from anychip.train.parallel import (
     simulate,
 )
 from anychip.train.parallel.message import Link
+from tests.unit.train.zero_oracle import on_models
 
 VOCAB, LENGTH = 29, 6
 LLAMA = LlamaConfig(vocab_size=VOCAB, context=8, layers=6, heads=2, kv_heads=1, width=16)
@@ -98,10 +99,9 @@ def serial(model: Any, count: int) -> tuple[float, dict[str, Tensor]]:
 
 def pipelined(model: Any, schedule: Schedule, count: int) -> list[tuple[float, dict[str, Tensor]]]:
     """Loss and gradients by name of every rank."""
-    models = [copy.deepcopy(model) for _ in schedule.rows]
 
-    def work(comm: Communicator) -> tuple[float, dict[str, Tensor]]:
-        stages = stages_of(models[comm.rank], schedule, comm.rank)
+    def work(comm: Communicator, own: Any) -> tuple[float, dict[str, Tensor]]:
+        stages = stages_of(own, schedule, comm.rank)
         pipeline = Pipeline(stages, comm, schedule, tied=tied_of(stages))
         loss = pipeline.run(*batch(2 * count))
         assert loss is not None
@@ -109,7 +109,7 @@ def pipelined(model: Any, schedule: Schedule, count: int) -> list[tuple[float, d
         assert all(param.grad is not None for _, param in named)
         return float(loss), {name: param.grad for name, param in named}
 
-    return run_ranks(len(schedule.rows), work)
+    return on_models(len(schedule.rows), lambda: copy.deepcopy(model), work)
 
 
 def check_bits(model: Any, schedule: Schedule, count: int) -> None:
@@ -395,12 +395,11 @@ def trained(
 ) -> tuple[dict[str, Tensor], list[Use]]:  # fmt: skip
     """Parameters after steps of the replicas; of each rank of the first one what it had when."""
     count = len(schedule.rows)
-    models = [whole(config) for _ in range(replicas * count)]
 
-    def work(comm: Communicator) -> tuple[dict[str, Tensor], Use]:
+    def work(comm: Communicator, model: Any) -> tuple[dict[str, Tensor], Use]:
         mesh = Mesh(comm, {"data": replicas, "pipeline": count})
         replica, rank = mesh.coordinates["data"], mesh.coordinates["pipeline"]
-        stages = stages_of(models[comm.rank], schedule, rank)
+        stages = stages_of(model, schedule, rank)
         pipeline = Pipeline(
             stages, mesh.axis("pipeline"), schedule, tied=tied_of(stages), count_bytes=counts
         )
@@ -429,7 +428,7 @@ def trained(
         }
         return values, Use(actions, units, pipeline.bytes_in_use, peak)
 
-    ranks = run_ranks(replicas * count, work)[:count]
+    ranks = on_models(replicas * count, lambda: whole(config), work)[:count]
     return {n: v for values, _ in ranks for n, v in values.items()}, [seen for _, seen in ranks]
 
 

@@ -29,16 +29,8 @@ def commands(jobs: int, arguments: Sequence[str], level: str) -> dict[str, list[
     if arguments:
         return {"test/pytest": [*pytest, *arguments]}
     anychip = str(Path(sysconfig.get_path("scripts")) / "anychip")
-    suite = [
-        anychip,
-        "conformance",
-        "--backend",
-        "cpu",
-        "--level",
-        level,
-        "--jobs",
-        str(min(jobs, 2)),
-    ]
+    suite = [anychip, "conformance", "--backend", "cpu", "--level", level]
+    suite += ["--jobs", str(min(jobs, 2))]
     return {"test/pytest": [*pytest, "--slice"], "test/conformance": suite}
 
 

@@ -15,17 +15,9 @@ import libcst.matchers as m
 from mutmut.mutation import mutators
 
 Kind = Literal[
-    "arithmetic",
-    "comparison",
-    "logic",
-    "constant",
-    "index",
-    "dim",
-    "dtype",
-    "function",
-    "argument",
-    "missing call",
-]
+    "arithmetic", "comparison", "logic", "constant", "index", "dim", "dtype", "function",
+    "argument", "missing call",
+]  # fmt: skip
 Place = Literal["index", "dim", "constant"]
 """What a number is: part of a subscript, a dim of a tensor, or any other."""
 

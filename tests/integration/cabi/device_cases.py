@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -257,22 +258,19 @@ def test_pinned_memory_and_loaders(device: torch.device) -> None:
 
 
 def test_threads_have_their_own_device_and_are_safe(chip: Library) -> None:
-    wrong: list[str] = []
+    all_run = threading.Barrier(8)
 
     def work(number: int) -> None:
+        all_run.wait()
         place = chip.device(number % chip.device_count())
         w = torch.randn(16, 16, device=place, requires_grad=True)
         for _ in range(20):
             ((torch.ones(4, 16, device=place) @ w) * 2).sum().backward()
-        if w.grad is None or w.grad[0, 0].item() != 160:
-            wrong.append(f"thread {number}: {w.grad}")
+        assert w.grad is not None
+        assert w.grad[0, 0].item() == 160, number
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8)))
 
 
 def test_every_operator_on_the_host_is_counted(chip: Library, device: torch.device) -> None:

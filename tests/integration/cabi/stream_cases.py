@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -189,9 +190,10 @@ def test_events_time_the_streams_work(chip: Library, device: torch.device) -> No
 
 def test_threads_on_streams_of_two_devices_compute_what_one_would(chip: Library) -> None:
     """Each piece of memory is another's a moment later: 8 threads, side streams, backward."""
-    wrong: list[str] = []
+    all_run = threading.Barrier(8)
 
     def work(number: int) -> None:
+        all_run.wait()
         place = chip.device(number % 2)
         chip.set_device(number % 2)
         main, side = chip.stream(), chip.stream()
@@ -209,16 +211,12 @@ def test_threads_on_streams_of_two_devices_compute_what_one_would(chip: Library)
                 del x, y
             got = w.grad.cpu()
         want = sum(2 * 32.0 * (32 * s) * s for s in range(12))
-        if not bool((got == want).all()):
-            wrong.append(f"thread {number}: {got[0, :3]}, expected {want}")
+        assert bool((got == want).all()), f"thread {number}: {got[0, :3]}, expected {want}"
 
     before = LIBRARY.asyncchip_misuses()
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert (wrong, LIBRARY.asyncchip_misuses()) == ([], before)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8)))
+    assert LIBRARY.asyncchip_misuses() == before
 
 
 LATE = """

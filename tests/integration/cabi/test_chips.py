@@ -1,6 +1,7 @@
 """Do chips that are C libraries work as torch devices, and does training run on one?
 
 One process for each chip and file of cases: torch has one private-use device type per process.
+Do ranks on them communicate, by the library or by way of the host?
 """
 
 import json
@@ -30,14 +31,9 @@ def test_device_of_a_library_does_what_torch_asks(
     libraries: dict[str, Path], chip: str, cases: str
 ) -> None:
     files = [str(HERE / file) for file in cases.split()]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files],
-        env={**ENVIRONMENT, "ANYCHIP_TEST_CHIP": str(libraries[chip])},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
+    own = {**ENVIRONMENT, "ANYCHIP_TEST_CHIP": str(libraries[chip])}
+    done = subprocess.run(command, env=own, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 
@@ -137,3 +133,29 @@ def test_wrong_library_is_found_by_the_suite(libraries: dict[str, Path], wrong: 
     # Who reads the host's memory too late may end the process before the case does.
     has_crashed = wrong == "copy-returns-early" and done.returncode < 0
     assert not wrong or has_crashed or f"FAILED {cases[0]}" in done.stdout
+
+
+TORCHS = ["ddp", "fsdp2", "dtensor"]
+
+
+@pytest.mark.parametrize(("chip", "cases"), [
+    ("minichip", ["calls", "zero_3"]), ("sharechip", ["calls", "zero_3", "wrong"]),
+    pytest.param("minichip", TORCHS, marks=pytest.mark.grid),
+    pytest.param("sharechip", TORCHS, marks=pytest.mark.grid),
+])  # fmt: skip
+def test_two_ranks_get_what_one_process_gets(
+    libraries: dict[str, Path], tmp_path: Path, chip: str, cases: list[str]
+) -> None:
+    command = [sys.executable, HERE / "rank_cases.py", libraries[chip], tmp_path, *cases]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    for rank in range(2):
+        told = json.loads((tmp_path / f"rank{rank}.json").read_text(encoding="utf-8"))
+        assert told == dict.fromkeys(cases, ""), told[list(told)[-1]] + done.stderr[-2000:]
+
+
+@pytest.mark.grid
+def test_library_with_collectives_passes_their_chapter(libraries: dict[str, Path]) -> None:
+    words = ["--backend", libraries["sharechip"], "--chapter", "collectives"]
+    command = [sys.executable, "-m", "anychip", "conformance", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]

@@ -40,11 +40,8 @@ def run(*words: str | Path, **environment: str) -> None:
 @pytest.mark.parametrize("sanitizer", list(OPTIONS))
 def test_bridge_is_clean_under_a_sanitizer(sanitizer: str, tmp_path: Path) -> None:
     """Both: eight threads without Python. Addresses: also the tests of devices and of streams."""
-    chip, driver, built = (
-        tmp_path / "libasync.so",
-        tmp_path / "driver",
-        bridge.extension().kept_in(tmp_path),
-    )
+    chip, driver = tmp_path / "libasync.so", tmp_path / "driver"
+    built = bridge.extension().kept_in(tmp_path)
     flags = [*FLAGS, f"-fsanitize={sanitizer}"]
     run("gcc", "-std=c11", *flags, "-shared", "-fPIC", "-pthread", f"-I{include_directory()}",
         ASYNCCHIP, "-o", chip)  # fmt: skip

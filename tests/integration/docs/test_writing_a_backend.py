@@ -1,4 +1,8 @@
-"""docs/writing-a-backend.md: its chip is the template's, and its commands run in their order."""
+"""Pages that lead through something: their files are written, their commands run in their order.
+
+Of docs/writing-a-backend.md the chip is the template's; docs/adding-an-operator.md begins in an
+empty directory; of docs/tutorials every page does what it says.
+"""
 
 import os
 import re
@@ -8,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.vendor_afternoon import ROOT, TABLE, Vendor, blocks
+from benchmarks.vendor_afternoon import TABLE, Vendor, blocks
+from tests.integration.docs.pages import ROOT, Place, commands, files
 
 LIMIT = 150
 """Lines of a whole chip: docs say that it is written in an afternoon."""
@@ -80,3 +85,64 @@ def test_first_kernel_of_the_page_takes_additions_from_the_host(tmp_path: Path) 
         "[1.0, 5.0, 9.0, 13.0, 17.0, 21.0] {'aten::add.Tensor': 1} "
         "[('add.Tensor', 'acme', 'native', 2), ('add.Tensor', 'acme', 'host', 1)]"
     ), done.stderr
+
+
+PAGE = ROOT / "docs" / "adding-an-operator.md"
+
+
+def place_of(directory: Path) -> Place:
+    return Place(PAGE, directory, ANYCHIP_CACHE_DIR=str(directory / "cache"))
+
+
+def test_page_has_one_operator_file_one_test_and_one_pack() -> None:
+    names = ["relu_squared.py", "test_relu_squared.py", "relu_squared_cpu.py", "pyproject.toml"]
+    assert list(files(PAGE)) == names
+
+
+@pytest.mark.grid
+def test_commands_of_the_page_print_what_it_says(tmp_path: Path) -> None:
+    assert place_of(tmp_path).follow() >= 12
+
+
+@pytest.mark.grid
+def test_pack_of_the_page_with_a_wrong_row_fails_the_suite(tmp_path: Path) -> None:
+    place = place_of(tmp_path)
+    file = place.directory / "relu_squared_cpu.py"
+    assert ".mul_(2.0)" in file.read_text()
+    file.write_text(file.read_text().replace(".mul_(2.0)", ".mul_(2.00001)"))
+    assert place.run("python -m pip install .").returncode == 0
+    done = place.run("anychip conformance --backend cpu --chapter gradients -k relu_squared")
+    assert done.returncode == 1, done.stdout
+    assert "gradient of x: 14 of 35 elements are outside the bound" in done.stdout
+
+
+def test_operator_of_the_page_runs_before_a_backend_was_chosen_and_has_one_name(
+    tmp_path: Path,
+) -> None:
+    place = place_of(tmp_path)
+    (place.directory / "twice.py").write_text(
+        "import torch, anychip, relu_squared\n"
+        "print(relu_squared.relu_squared(torch.tensor([-2.0, 3.0])).tolist())\n"
+        "anychip.operator(relu_squared.SPEC)\n"
+    )
+    done = place.run("python twice.py")
+    assert (done.returncode, done.stdout) == (1, "[0.0, 9.0]\n")
+    assert "ContractError: operator 'relu_squared' exists already" in done.stderr
+
+
+TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+
+
+@pytest.mark.grid
+@pytest.mark.timeout(900)  # it may be the first to build the bridge
+@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
+def test_commands_of_the_tutorial_print_what_it_says(page: Path, tmp_path: Path) -> None:
+    place = Place(page, tmp_path, ANYCHIP_PROBE_TIMEOUT="120", OMP_NUM_THREADS="1")
+    assert place.follow() == sum(len(command.lines) for command in commands(page)) > 0
+
+
+def test_each_subject_has_a_short_tutorial() -> None:
+    assert {page.stem for page in TUTORIALS} == {
+        "bring-a-chip", "fine-tune", "own-loop", "ranks", "read-a-report", "train", "write-a-kernel"
+    }  # fmt: skip
+    assert [page.stem for page in TUTORIALS if len(page.read_text().splitlines()) > 80] == []

@@ -59,11 +59,9 @@ def test_fused_model_is_served_by_operators_alone(name: str) -> None:
     assert report.fallbacks() == ()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"cache_implementation": "static", "disable_compile": True}],
-    ids=["cache", "static-cache"],
-)
+@pytest.mark.parametrize("options", [
+    {}, {"cache_implementation": "static", "disable_compile": True},
+], ids=["cache", "static-cache"])  # fmt: skip
 def test_fused_model_generates_what_it_did(name: str, options: dict[str, Any]) -> None:
     before = build(name).eval()
     model = copy.deepcopy(before)
@@ -196,11 +194,9 @@ def test_fused_loss_over_given_items_and_shifted_labels_equals_the_original() ->
     labels = tokens()
     shifted = torch.cat((labels[:, 1:], torch.full((2, 1), -100)), dim=1)
     cases: list[dict[str, Any]] = [
-        {"num_items_in_batch": torch.tensor(40)},
-        {"num_items_in_batch": 7},
-        {"shift_labels": shifted},
-        {"ignore_index": -7},
-    ]
+        {"num_items_in_batch": torch.tensor(40)}, {"num_items_in_batch": 7},
+        {"shift_labels": shifted}, {"ignore_index": -7},
+    ]  # fmt: skip
     for options in cases:
         labels[:, 3:6] = options.get("ignore_index", -100)
         got, want = (each(tokens(), labels=labels, **options).loss for each in (model, before))

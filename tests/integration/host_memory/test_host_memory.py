@@ -33,16 +33,11 @@ def test_variable_keeps_and_the_suite_trusts_the_memory() -> None:
         assert done.stdout.split() == [taken], done.stderr
 
 
-@pytest.mark.parametrize(
-    ("environment", "sentence"),
-    [
-        ({"ANYCHIP_HOST_MEMORY": "keep"}, "ANYCHIP_HOST_MEMORY: kept or torch expected, got"),
-        (
-            {"ANYCHIP_HOST_MEMORY": "kept", "PATH": "/nowhere", "ANYCHIP_CACHE_DIR": "{folder}"},
-            "the allocator of host memory for torch has to be built, and there is no C++ compiler",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("environment", "sentence"), [
+    ({"ANYCHIP_HOST_MEMORY": "keep"}, "ANYCHIP_HOST_MEMORY: kept or torch expected, got"),
+    ({"ANYCHIP_HOST_MEMORY": "kept", "PATH": "/nowhere", "ANYCHIP_CACHE_DIR": "{folder}"},
+     "the allocator of host memory for torch has to be built, and there is no C++ compiler"),
+])  # fmt: skip
 def test_what_cannot_be_done_is_said_in_a_sentence(
     environment: dict[str, str], sentence: str, tmp_path: Path
 ) -> None:

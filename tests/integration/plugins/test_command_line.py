@@ -76,21 +76,18 @@ def test_backends_with_two_ready_accelerators_says_how_to_choose(fakes: Environm
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize(
-    ("name", "code", "texts"),
-    [
-        pytest.param("cpu", 0, ("ok  ready: 1 device", "ok  the table has no rows"), id="ready"),
-        pytest.param(
-            "absent", 3,
-            (
-                "no  unavailable: no device", "to fix it: plug one in",
-                "change with ACME, /dev/acme*",
-            ),
-            id="absent",
+@pytest.mark.parametrize(("name", "code", "texts"), [
+    pytest.param("cpu", 0, ("ok  ready: 1 device", "ok  the table has no rows"), id="ready"),
+    pytest.param(
+        "absent", 3,
+        (
+            "no  unavailable: no device", "to fix it: plug one in",
+            "change with ACME, /dev/acme*",
         ),
-        pytest.param("bad", 3, ("no  broken: importing 'plugin_bad' raised",), id="broken"),
-    ],
-)  # fmt: skip
+        id="absent",
+    ),
+    pytest.param("bad", 3, ("no  broken: importing 'plugin_bad' raised",), id="broken"),
+])  # fmt: skip
 def test_doctor_for_a_name_says_what_was_looked_at_and_ends_with_its_code(
     fakes: Environment, name: str, code: int, texts: tuple[str, ...]
 ) -> None:

@@ -110,11 +110,9 @@ def test_environment_script_is_of_the_first_installation_that_has_one(tmp_path: 
     assert cann.environment_script(places) == places[1] / "set_env.sh"
 
 
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [("Version=24.1.rc3\nascendhal_version=7.35\n", "24.1.rc3"), ("nothing\n", None), (None, None)],
-    ids=["version", "other lines", "no file"],
-)
+@pytest.mark.parametrize(("text", "found"), [
+    ("Version=24.1.rc3\nascendhal_version=7.35\n", "24.1.rc3"), ("nothing\n", None), (None, None),
+], ids=["version", "other lines", "no file"])  # fmt: skip
 def test_driver_version_is_read_from_the_installers_file(
     tmp_path: Path, text: str | None, found: str | None
 ) -> None:

@@ -20,17 +20,13 @@ QUEUED = (
 )
 
 
-@pytest.mark.parametrize(
-    ("text", "code", "label"),
-    [
-        (LATE, 507015, "ACL_ERROR_RT_AICORE_EXCEPTION"),
-        ("ACL stream synchronize failed, error code:507010", 507010, "ACL_ERROR_RT_LOST_HEARTBEAT"),
-        ("call aclnnMm failed, error code is 161002", 161002, "ACLNN_ERR_PARAM_INVALID"),
-        ("failed, error code is 599999", 599999, "a status of CANN"),
-        (QUEUED, -1, "a status that torch_npu does not tell"),
-    ],
-    ids=["kernel", "heartbeat", "argument", "unknown", "queue"],
-)
+@pytest.mark.parametrize(("text", "code", "label"), [
+    (LATE, 507015, "ACL_ERROR_RT_AICORE_EXCEPTION"),
+    ("ACL stream synchronize failed, error code:507010", 507010, "ACL_ERROR_RT_LOST_HEARTBEAT"),
+    ("call aclnnMm failed, error code is 161002", 161002, "ACLNN_ERR_PARAM_INVALID"),
+    ("failed, error code is 599999", 599999, "a status of CANN"),
+    (QUEUED, -1, "a status that torch_npu does not tell"),
+], ids=["kernel", "heartbeat", "argument", "unknown", "queue"])  # fmt: skip
 def test_error_with_a_status_becomes_a_device_error(
     text: str, code: int, label: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -62,27 +58,21 @@ def test_message_of_cann_is_all_that_is_told_where_there_is_one(
     assert found.detail == "aclnnMm: core 3; timeout"
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        RuntimeError("shape mismatch"),
-        ValueError("error code is 507015"),
-        torch.OutOfMemoryError("error code is 207001"),
-        CommunicationError("world", "error code is 507015"),
-    ],
-    ids=["torch's own", "other type", "out of memory", "known already"],
-)
+@pytest.mark.parametrize("error", [
+    RuntimeError("shape mismatch"),
+    ValueError("error code is 507015"),
+    torch.OutOfMemoryError("error code is 207001"),
+    CommunicationError("world", "error code is 507015"),
+], ids=["torch's own", "other type", "out of memory", "known already"])  # fmt: skip
 def test_other_error_passes_as_it_is(error: Exception) -> None:
     with pytest.raises(type(error)) as caught, errors.told("npu: x"):
         raise error
     assert caught.value is error
 
 
-@pytest.mark.parametrize(
-    ("answers", "code", "waits"),
-    [([QUEUED, LATE], 507015, 2), ([QUEUED], -1, 2), ([LATE], 507015, 1)],
-    ids=["device failed too", "launch alone failed", "device failed"],
-)
+@pytest.mark.parametrize(("answers", "code", "waits"), [
+    ([QUEUED, LATE], 507015, 2), ([QUEUED], -1, 2), ([LATE], 507015, 1),
+], ids=["device failed too", "launch alone failed", "device failed"])  # fmt: skip
 def test_device_is_waited_for_after_the_error_of_a_launch(
     answers: list[str], code: int, waits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

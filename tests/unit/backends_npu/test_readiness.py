@@ -24,41 +24,27 @@ def without(**changes: Any) -> Facts:
     return READY._replace(**{"parts": (), **changes})
 
 
-@pytest.mark.parametrize(
-    ("facts", "status", "reason", "fix"),
-    [
-        (READY, "ready", "4 x Ascend910B1, torch_npu 2.13.0, CANN 8.5.0", None),
-        (
-            without(versions=ABSENT, files=NO_FILES), "unavailable", "torch_npu is not installed",
-            "pip install torch-npu",
-        ),
-        (without(versions=ABSENT), "unavailable", "4 device files", "pip install torch-npu"),
-        (
-            without(versions=OLD_TORCH), "incompatible",
-            "torch_npu 2.13.0 is made for torch==2.13.0.*, and torch is 2.12.0",
-            "pip install 'torch==2.13.0.*'",
-        ),
-        (
-            without(missing=NO_LIBRARY, obstacle=NO_LIBRARY), "unavailable",
-            f"the environment of CANN is not set: {NO_LIBRARY}", "source /opt/Ascend/set_env.sh",
-        ),
-        (
-            without(missing=NO_LIBRARY, obstacle=NO_LIBRARY, script=None), "unavailable",
-            f"CANN is not installed: {NO_LIBRARY}", "set_env.sh",
-        ),
-        (
-            without(obstacle="ImportError: undefined symbol: aclrtMalloc"), "broken",
-            "cannot be imported: ImportError: undefined symbol: aclrtMalloc", AUTOLOAD,
-        ),
-        (without(files=FORBIDDEN), "unavailable", "/dev/davinci_manager", "usermod -aG"),
-        (without(files=NO_FILES), "unavailable", "no device file", "install the Ascend driver"),
-        (without(), "unavailable", "there are 4 device files", "ASCEND_RT_VISIBLE_DEVICES"),
-    ],
-    ids=[
-        "ready", "no adapter", "no adapter but devices", "other torch", "environment not set",
-        "no CANN", "import fails", "not in the group", "no device", "hidden devices",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("facts", "status", "reason", "fix"), [
+    (READY, "ready", "4 x Ascend910B1, torch_npu 2.13.0, CANN 8.5.0", None),
+    (without(versions=ABSENT, files=NO_FILES), "unavailable", "torch_npu is not installed",
+     "pip install torch-npu"),
+    (without(versions=ABSENT), "unavailable", "4 device files", "pip install torch-npu"),
+    (without(versions=OLD_TORCH), "incompatible",
+     "torch_npu 2.13.0 is made for torch==2.13.0.*, and torch is 2.12.0",
+     "pip install 'torch==2.13.0.*'"),
+    (without(missing=NO_LIBRARY, obstacle=NO_LIBRARY), "unavailable",
+     f"the environment of CANN is not set: {NO_LIBRARY}", "source /opt/Ascend/set_env.sh"),
+    (without(missing=NO_LIBRARY, obstacle=NO_LIBRARY, script=None), "unavailable",
+     f"CANN is not installed: {NO_LIBRARY}", "set_env.sh"),
+    (without(obstacle="ImportError: undefined symbol: aclrtMalloc"), "broken",
+     "cannot be imported: ImportError: undefined symbol: aclrtMalloc", AUTOLOAD),
+    (without(files=FORBIDDEN), "unavailable", "/dev/davinci_manager", "usermod -aG"),
+    (without(files=NO_FILES), "unavailable", "no device file", "install the Ascend driver"),
+    (without(), "unavailable", "there are 4 device files", "ASCEND_RT_VISIBLE_DEVICES"),
+], ids=[
+    "ready", "no adapter", "no adapter but devices", "other torch", "environment not set",
+    "no CANN", "import fails", "not in the group", "no device", "hidden devices"
+])  # fmt: skip
 def test_answer_names_what_is_missing_and_what_helps(
     facts: Facts, status: str, reason: str, fix: str | None
 ) -> None:

@@ -8,17 +8,13 @@ import torch
 from anychip_npu import varlen
 
 
-@pytest.mark.parametrize(
-    ("ends", "causal", "wanted"),
-    [
-        (([0], [0]), True, []),
-        (([0, 0], [0, 0]), True, []),
-        (([0, 3, 3, 8], [0, 3, 3, 8]), True, [((0, 3), (0, 3)), ((3, 8), (3, 8))]),
-        (([0, 3, 5, 9], [0, 0, 7, 8]), False, [((3, 5), (0, 7)), ((5, 9), (7, 8))]),
-        (([0, 3, 5, 9], [0, 0, 7, 8]), True, [((3, 5), (0, 7)), ((8, 9), (7, 8))]),
-    ],
-    ids=["none", "empty", "one between", "other keys", "blind queries"],
-)
+@pytest.mark.parametrize(("ends", "causal", "wanted"), [
+    (([0], [0]), True, []),
+    (([0, 0], [0, 0]), True, []),
+    (([0, 3, 3, 8], [0, 3, 3, 8]), True, [((0, 3), (0, 3)), ((3, 8), (3, 8))]),
+    (([0, 3, 5, 9], [0, 0, 7, 8]), False, [((3, 5), (0, 7)), ((5, 9), (7, 8))]),
+    (([0, 3, 5, 9], [0, 0, 7, 8]), True, [((3, 5), (0, 7)), ((8, 9), (7, 8))]),
+], ids=["none", "empty", "one between", "other keys", "blind queries"])  # fmt: skip
 def test_rows_that_see_nothing_and_are_not_seen_are_left_out(
     ends: tuple[list[int], list[int]], causal: bool, wanted: list[Any]
 ) -> None:

@@ -15,6 +15,7 @@ import pytest
 from anychip import registry
 from anychip.cabi import Library, include_directory, table
 from anychip.cabi.sources import header
+from anychip.cabi.spent import listed_as
 from anychip.contract import BackendUnavailableError
 from anychip.registry import choice
 from tests.unit.cabi.conftest import Compile
@@ -226,3 +227,23 @@ def test_compile_error_is_one_sentence(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(BuildError, match=r"g\+\+ failed: .*bad.cpp:1.*error"):
         bridge.extension().build(tmp_path / "bridge.so")
     assert not (tmp_path / "bridge.so").exists()
+
+
+LISTED = {
+    "aten::add.Tensor": "add.Tensor",
+    "aten::add.out": "add.Tensor",
+    "aten::add_.Tensor": "add.Tensor",
+    "aten::sum.IntList_out": "sum.dim_IntList",
+    "aten::_softmax.out": "_softmax",
+    "aten::fill_.Scalar": "fill.Scalar",
+    "aten::_copy_from": "copy",
+    "aten::normal_": None,  # it draws numbers
+    "aten::_fused_adamw_": None,  # it changes lists
+    "aten::_foreach_add.List": None,  # it returns one
+    "vendor::own": None,
+}
+
+
+@pytest.mark.parametrize("called", LISTED)
+def test_name_to_list_is_that_of_the_functional_operator(called: str) -> None:
+    assert listed_as(called) == LISTED[called]

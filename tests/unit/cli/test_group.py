@@ -35,10 +35,9 @@ def test_version_is_printed_with_the_packages_name(
     assert capsys.readouterr().out == f"anychip, version {anychip.__version__}\n"
 
 
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [("trai", "did you mean 'train'?"), ("xyz", "there are backends, bench, config, conformance")],
-)
+@pytest.mark.parametrize(("name", "hint"), [
+    ("trai", "did you mean 'train'?"), ("xyz", "there are backends, bench, config, conformance"),
+])  # fmt: skip
 def test_unknown_subcommand_is_wrong_use_with_a_hint(
     name: str, hint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -376,15 +376,11 @@ def test_fused_attention_that_is_told_more_is_the_functions_own_and_counted(
     assert row.fallback_reason == f"argument {next(iter(option))}"
 
 
-@pytest.mark.parametrize(
-    ("function", "reason"),
-    [
-        (steeper, "not attention: its result"),
-        (detached, "not attention: its gradient of key"),
-        (shuffled, "not attention: its result"),
-    ],
-    ids=["result", "gradient", "under-a-mask"],
-)
+@pytest.mark.parametrize(("function", "reason"), [
+    (steeper, "not attention: its result"),
+    (detached, "not attention: its gradient of key"),
+    (shuffled, "not attention: its result"),
+], ids=["result", "gradient", "under-a-mask"])  # fmt: skip
 def test_fuse_leaves_attention_whose_sdpa_is_another_one(
     monkeypatch: pytest.MonkeyPatch, function: Any, reason: str
 ) -> None:

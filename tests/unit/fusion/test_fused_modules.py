@@ -87,11 +87,9 @@ def test_fused_module_keeps_its_mode(module: nn.Module, training: bool) -> None:
     assert fused(module).training is training
 
 
-@pytest.mark.parametrize(
-    "copied",
-    [copy.deepcopy, copy.copy, lambda m: pickle.loads(pickle.dumps(m))],
-    ids=["deepcopy", "copy", "pickle"],
-)
+@pytest.mark.parametrize("copied", [
+    copy.deepcopy, copy.copy, lambda m: pickle.loads(pickle.dumps(m)),
+], ids=["deepcopy", "copy", "pickle"])  # fmt: skip
 def test_copy_of_a_fused_module_computes_the_same(
     module: nn.Module, copied: Callable[[nn.Module], nn.Module]
 ) -> None:

@@ -101,11 +101,9 @@ def test_fuse_linear_layers_where_they_are_asked_for(asked: dict[str, Any], coun
     assert asked or "fuse(model, linear=True)" in report.left[0].reason
 
 
-@pytest.mark.parametrize(
-    "names",
-    [("gate_proj", "up_proj", "down_proj"), ("proj_up_gate", "proj_up", "proj_down")],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("names", [
+    ("gate_proj", "up_proj", "down_proj"), ("proj_up_gate", "proj_up", "proj_down"),
+], ids=" ".join)  # fmt: skip
 def test_fuse_gated_mlp_is_known_by_the_names_of_its_layers(names: tuple[str, ...]) -> None:
     module = NamedMLP(names)
     assert anychip.fuse(module).count("activation") == 1
@@ -249,10 +247,9 @@ def test_fuse_left_out_by_choice_says_which() -> None:
     assert {e.path: e.reason for e in report.left} == {"first.0": "skip first.0"}
 
 
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [("norms", "did you mean 'norm'"), ("seconds", "did you mean 'second'"), ("zzz", "kinds are")],
-)
+@pytest.mark.parametrize(("option", "message"), [
+    ("norms", "did you mean 'norm'"), ("seconds", "did you mean 'second'"), ("zzz", "kinds are"),
+])  # fmt: skip
 def test_fuse_with_an_unknown_name_is_refused(option: str, message: str) -> None:
     for name in ("only", "skip"):
         with pytest.raises(ValueError, match=message):

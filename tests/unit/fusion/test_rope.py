@@ -250,10 +250,9 @@ def in_place(made: tuple[Tensor, Tensor]) -> None:
     made[0][..., 4:] *= 2
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [(others, "position_embeddings of no fused module"), (in_place, "not the two of position_emb")],
-)
+@pytest.mark.parametrize(("change", "reason"), [
+    (others, "position_embeddings of no fused module"), (in_place, "not the two of position_emb"),
+])  # fmt: skip
 def test_fused_rope_with_tables_that_a_hook_changed_is_the_files_and_counted(
     change: Callable[..., Any], reason: str
 ) -> None:

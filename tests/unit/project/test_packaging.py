@@ -77,13 +77,10 @@ def test_installed_version_is_that_of_the_source() -> None:
     assert metadata.version("anychip") == anychip.__version__
 
 
-@pytest.mark.parametrize(
-    ("path", "pattern"),
-    [
-        ("core/anychip/__init__.py", r'^__version__ = "(.*)"$'),
-        ("CHANGELOG.md", r"^## \[?(\d[^\]\s]*)"),
-    ],
-)
+@pytest.mark.parametrize(("path", "pattern"), [
+    ("core/anychip/__init__.py", r'^__version__ = "(.*)"$'),
+    ("CHANGELOG.md", r"^## \[?(\d[^\]\s]*)"),
+])  # fmt: skip
 def test_version_in_file_is_that_of_the_package(path: str, pattern: str) -> None:
     assert version_in(path, pattern) == anychip.__version__
 

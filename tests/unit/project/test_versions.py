@@ -62,12 +62,8 @@ def test_stand_ins_load_and_say_that_there_is_no_device(tmp_path: Path) -> None:
     metadata.write_text("Requires-Dist: sympy\nRequires-Dist: nvidia-cublas==1; x == 'y'\n\nText\n")
 
     def compile_(source: str, *words: str) -> None:
-        subprocess.run(
-            ["cc", "-shared", "-fPIC", "-x", "c", "-", "-x", "none", *words],
-            check=True,
-            input=source,
-            text=True,
-        )
+        command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-x", "none", *words]
+        subprocess.run(command, check=True, input=source, text=True)
 
     # A library whose symbols have a version, one whose symbols have none, and what calls both.
     (tmp_path / "map").write_text("libcublas.so.13 { *; };\n")

@@ -45,36 +45,27 @@ def _old(*rows: tuple[str, str, Any], **parts: Any) -> Old:
     return backend
 
 
-@pytest.mark.parametrize(
-    ("rows", "wanted"),
-    [
-        ((), []),
-        ((("rms_norm", "forward", rms_norm),), []),
-        ((("linear", "forward", linear),), [f"Rows for linear take {DTYPE}."]),
-        ((("linear", "backward", linear_backward),), [f"Rows for linear take {DTYPE}."]),
-        (
-            (("linear", "forward", linear), ("linear", "backward", linear_backward)),
-            [f"Rows for linear take {DTYPE}."],
-        ),
-        ((("linear", "forward", anything), ("grouped_linear", "backward", anything)), []),
-        (
-            (("dropout", "forward", dropout), ("grouped_linear", "forward", linear)),
-            [
-                f"Rows for grouped_linear take {DTYPE}.",
-                f"Rows for dropout take {ROWS}, and width=0 and column=0 by name.",
-            ],
-        ),
-        (
-            (("dropout", "forward", dropout_by_name),),
-            [f"Rows for dropout take {ROWS}, and width=0 and column=0 by name."],
-        ),
-        ((("dropout", "forward", dropout_new),), []),
-        (
-            (("dropout_add_rms_norm", "forward", add_norm),),
-            [f"Rows for dropout_add_rms_norm take {ROWS}."],
-        ),
-    ],
-)
+@pytest.mark.parametrize(("rows", "wanted"), [
+    ((), []),
+    ((("rms_norm", "forward", rms_norm),), []),
+    ((("linear", "forward", linear),), [f"Rows for linear take {DTYPE}."]),
+    ((("linear", "backward", linear_backward),), [f"Rows for linear take {DTYPE}."]),
+    ((("linear", "forward", linear), ("linear", "backward", linear_backward)),
+     [f"Rows for linear take {DTYPE}."]),
+    ((("linear", "forward", anything), ("grouped_linear", "backward", anything)), []),
+    (
+        (("dropout", "forward", dropout), ("grouped_linear", "forward", linear)),
+        [
+            f"Rows for grouped_linear take {DTYPE}.",
+            f"Rows for dropout take {ROWS}, and width=0 and column=0 by name.",
+        ],
+    ),
+    ((("dropout", "forward", dropout_by_name),),
+     [f"Rows for dropout take {ROWS}, and width=0 and column=0 by name."]),
+    ((("dropout", "forward", dropout_new),), []),
+    ((("dropout_add_rms_norm", "forward", add_norm),),
+     [f"Rows for dropout_add_rms_norm take {ROWS}."]),
+])  # fmt: skip
 def test_row_of_an_earlier_contract_is_one_sentence(rows: Any, wanted: list[str]) -> None:
     assert changes.sentences(_old(*rows)) == [*wanted, LAST]
 
@@ -113,19 +104,16 @@ def test_rows_of_this_contract_have_nothing_to_change(table: OperatorTable) -> N
     assert changes.sentences(_old(operators=table)) == [LAST]
 
 
-@pytest.mark.parametrize(
-    ("api", "advice"),
-    [
-        (
-            (1, 0),
-            "install a newer version of the plugin, or change this one: "
-            f"Rows for linear take {DTYPE}. {LAST}",
-        ),
-        ((1, 7), None),
-        ((0, 9), "install a newer version of the plugin"),
-        ((API_VERSION[0], API_VERSION[1] + 1), "install a newer version of anychip"),
-    ],
-)
+@pytest.mark.parametrize(("api", "advice"), [
+    (
+        (1, 0),
+        "install a newer version of the plugin, or change this one: "
+        f"Rows for linear take {DTYPE}. {LAST}",
+    ),
+    ((1, 7), None),
+    ((0, 9), "install a newer version of the plugin"),
+    ((API_VERSION[0], API_VERSION[1] + 1), "install a newer version of anychip"),
+])  # fmt: skip
 def test_load_of_another_contract_says_what_to_change(
     api: tuple[int, int], advice: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

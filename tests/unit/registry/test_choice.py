@@ -39,11 +39,9 @@ def test_forecast_without_a_name_takes_the_accelerator_else_cpu(
     assert [c.name for c in decision.candidates] == [record.name for record in records]
 
 
-@pytest.mark.parametrize(
-    "records",
-    [[], [OTHER_HOST], [ABSENT, _record("cpu", "broken")]],
-    ids=["nothing", "another_host", "cpu_broken"],
-)
+@pytest.mark.parametrize("records", [
+    [], [OTHER_HOST], [ABSENT, _record("cpu", "broken")],
+], ids=["nothing", "another_host", "cpu_broken"])  # fmt: skip
 def test_forecast_without_accelerator_and_cpu_raises(records: list[BackendRecord]) -> None:
     with pytest.raises(BackendUnavailableError, match="backend 'cpu' cannot run here"):
         choice.forecast(records)

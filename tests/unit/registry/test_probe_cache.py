@@ -1,13 +1,15 @@
-"""How long answers are remembered, and that a damaged file is an empty one."""
+"""How long answers are remembered, what they depend on, and that a damaged file is an empty one."""
 
 import json
+import os
 import time
 from pathlib import Path
 
 import pytest
 
 from anychip.contract import Probe
-from anychip.registry import probe_cache
+from anychip.registry import fingerprint, probe_cache
+from anychip.registry.discovery import BACKENDS, Plugin
 
 ANSWERS = {
     "ready": Probe.ready(2, kind="host", reason="two").depending_on(),
@@ -50,11 +52,9 @@ def test_answers_written_later_join_the_earlier_ones(file: Path) -> None:
     assert _read() == {"a": ANSWERS["ready"], "b": ANSWERS["ready"]}
 
 
-@pytest.mark.parametrize(
-    ("age_s", "expected"),
-    [(30, SHOWN), (100000, set()), (-60, set())],
-    ids=["half_a_minute", "all_expired", "in_the_future"],
-)
+@pytest.mark.parametrize(("age_s", "expected"), [
+    (30, SHOWN), (100000, set()), (-60, set()),
+], ids=["half_a_minute", "all_expired", "in_the_future"])  # fmt: skip
 def test_answers_expire(file: Path, age_s: float, expected: set[str]) -> None:
     probe_cache.write(ANSWERS)
     _age(file, age_s)
@@ -70,23 +70,20 @@ def test_expired_answers_leave_the_file_with_the_next_write(file: Path) -> None:
     assert set(json.loads(file.read_text())["answers"]) == {"new"}
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "[]",
-        "{}",
-        '{"schema": 3, "answers": {}}',
-        '{"schema": 2, "answers": []}',
-        '{"schema": 2, "answers": {"k": {"time": 1}}}',
-        '{"schema": 2, "answers": {"k": {"time": 1, "probe": {"status": "fine"}}}}',
-        '{"schema": 2, "answers": {"k": {"time": 1, "probe": {"status": "fine", "reason": ""}}}}',
-        '{"schema": 2, "answers": {"k": {"time": "x", "probe": {"status": "ready"}}}}',
-        '{"schema": 2, "answers": {"k": {"time": 1, "state": "", "probe": {"status": "ready", '
-        '"reason": "", "depends": [3]}}}}',
-        "\x00\x01",
-    ],
-)
+@pytest.mark.parametrize("text", [
+    "",
+    "[]",
+    "{}",
+    '{"schema": 3, "answers": {}}',
+    '{"schema": 2, "answers": []}',
+    '{"schema": 2, "answers": {"k": {"time": 1}}}',
+    '{"schema": 2, "answers": {"k": {"time": 1, "probe": {"status": "fine"}}}}',
+    '{"schema": 2, "answers": {"k": {"time": 1, "probe": {"status": "fine", "reason": ""}}}}',
+    '{"schema": 2, "answers": {"k": {"time": "x", "probe": {"status": "ready"}}}}',
+    '{"schema": 2, "answers": {"k": {"time": 1, "state": "", "probe": {"status": "ready", '
+    '"reason": "", "depends": [3]}}}}',
+    "\x00\x01",
+])  # fmt: skip
 def test_file_that_is_damaged_is_as_if_it_were_empty(file: Path, text: str) -> None:
     file.parent.mkdir(parents=True)
     file.write_text(text)
@@ -108,3 +105,31 @@ def test_answer_holds_while_what_it_says_it_depends_on_is_as_it_was(
     elif change != "nothing":
         (tmp_path / {"file": "driver", "file_behind_a_star": "node7"}[change]).touch()
     assert _read() == ({"a": answer} if change == "nothing" else {})
+
+
+def test_surroundings_are_the_same_when_looked_at_twice() -> None:
+    assert fingerprint.surroundings() == fingerprint.surroundings()
+
+
+def test_fingerprint_follows_the_files_of_a_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "plugin_of_test"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    library = package / "lib.so"
+    library.write_text("old")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    plugin = Plugin(
+        group=BACKENDS, name="acme", module="plugin_of_test.sub:plugin",
+        distribution="plugin-of-test", version="1",
+    )  # fmt: skip
+    first = fingerprint.fingerprint(plugin, [])
+    assert fingerprint.fingerprint(plugin, []) == first
+    assert fingerprint.fingerprint(plugin, ["another"]) != first
+    os.utime(library, ns=(1, 1))
+    second = fingerprint.fingerprint(plugin, [])
+    assert second != first
+    (package / "__pycache__").mkdir()
+    (package / "__pycache__" / "x.pyc").write_text("")
+    assert fingerprint.fingerprint(plugin, []) == second

@@ -236,6 +236,8 @@ void bind_operators(py::module_& m) {
   bind(m, "quantize", &quantize, "x", "rng", "codes", "scales", "numel", "block", "format",
        "dtype");
   bind(m, "dequantize", &dequantize, "codes", "scales", "y", "numel", "block", "format");
+  bind(m, "product", &product, "left", "right", "bias", "out", "rows", "columns", "depth",
+       "left_transposed", "right_transposed", "adds");
   bind(m, "hadamard", &hadamard, "x", "y", "numel", "block", "dtype");
   bind(m, "top_k", &top_k, "x", "y", "indices", "rows", "width", "count", "dtype");
   for (const auto& [name, rule] : {std::pair{"adamw", &adamw}, {"adamw_8bit", &adamw_8bit}}) {

@@ -75,6 +75,11 @@ ANYCHIP_KERNEL(void, quantize, (const Quantize&, const QuantizeScratch&, Range e
 ANYCHIP_KERNEL(void, dequantize, (const Dequantize&, uint8_t* scratch, Range elements))
 ANYCHIP_KERNEL(void, hadamard, (const Hadamard&, float* scratch, Range elements))
 
+// Of float32 matrices.
+ANYCHIP_KERNEL(void, pack_left, (const PackedPart&, float* panels))
+ANYCHIP_KERNEL(void, pack_right, (const PackedPart&, float* panels))
+ANYCHIP_KERNEL(void, multiply_panels, (const ProductPart&))
+
 // Writes the places of the numbers of at least this size, in the order of x; returns how many.
 ANYCHIP_KERNEL(int64_t, find_large,
                (DType dtype, const void* x, int64_t n, uint32_t smallest, uint64_t* found))

@@ -114,6 +114,24 @@ struct AttentionGradients {
   void* dv;
 };
 
+// Of a product's factors, as panels of so many rows of the left one, columns of the right one.
+constexpr int kTileRows = 6, kTileColumns = 16;
+constexpr int64_t kProductDepth = 256;  // terms of a part of a sum
+// With some numbers between panels, which else would begin in the same places of the caches.
+constexpr int64_t panel_size(int64_t width, int64_t depth) { return width * depth + 16; }
+struct PackedPart {
+  const float* from;
+  int64_t stride, count, depth;  // between the matrix's rows; of rows or columns for panels
+  bool is_along;                 // the matrix's rows are along the depth, and not across it
+};
+struct ProductPart {
+  const float *left, *right;  // panels
+  const float* bias;          // null: none
+  float* c;
+  int64_t stride, rows, columns, depth;
+  bool adds;
+};
+
 struct KernelTable {
   const char* name;
 #define ANYCHIP_KERNEL(result, name, parameters) result(*name) parameters;

@@ -533,4 +533,15 @@ struct Unscale {
 };
 void unscale_and_check(const Unscale& args);
 
+// out = left right, with the bias added to every row, or added to what there is; float32.
+struct Product {
+  const float* left;   // (rows, depth), or (depth, rows) where it is transposed
+  const float* right;  // (depth, columns), or (columns, depth)
+  const float* bias;   // (columns,), or null
+  float* out;          // (rows, columns)
+  int64_t rows, columns, depth;
+  bool left_transposed, right_transposed, adds;
+};
+void product(const Product& args);
+
 }  // namespace anychip::cpu

@@ -284,6 +284,23 @@ void test_quantization(DType dtype, int64_t numel, int64_t block, CodeFormat for
   }
 }
 
+// Of whole tiles and not, of a depth in several parts, both ways round.
+void test_product(int64_t rows, int64_t columns, int64_t depth) {
+  Tensor left(kWide, random_values(rows * depth, 1)),
+      right(kWide, random_values(depth * columns, 2));
+  Tensor bias(kWide, random_values(columns, 3)), before(kWide, random_values(rows * columns, 4));
+  for (int way = 0; way < 4; ++way) {
+    check_kernel(label("product", kWide, depth), [&](Results& out) {
+      for (float* given : {static_cast<float*>(nullptr), bias.floats()}) {
+        product({left.floats(), right.floats(), given, out.make(kWide, rows * columns).floats(),
+                 rows, columns, depth, way % 2 == 1, way > 1, false});
+      }
+      product({left.floats(), right.floats(), nullptr, out.copy(before).floats(), rows, columns,
+               depth, way % 2 == 1, way > 1, true});
+    });
+  }
+}
+
 void test_hadamard(DType dtype, int64_t numel, int64_t block) {
   Tensor x = wide_values(dtype, numel, 1);
   check_kernel(label("hadamard", dtype, numel) + " block " + std::to_string(block),
@@ -648,6 +665,12 @@ int main() {
     }
   }
   const DType f32 = DType::kFloat32, bf16 = DType::kBFloat16, f16 = DType::kFloat16;
+  test_product(1, 1, 1);
+  test_product(0, 4, 4);
+  test_product(7, 5, 0);
+  test_product(13, 37, 259);
+  test_product(150, 19, 40);
+  test_product(9, 2100, 70);  // more columns than are copied at once
   test_updates(f32, f32, nullptr);
   test_updates(bf16, f16, &f32);
   test_updates(f16, bf16, &bf16);

@@ -1,4 +1,4 @@
-"""The output layer and the loss on the host: torch's products, and between them the native loss.
+"""The output layer and the loss on the host: products, and between them the native loss.
 
 Logits of all rows are never held: a chunk's are made, used up, and made anew in the backward. Where
 all gradients are wanted, of one number, and take less room than the logits would, a paired row
@@ -24,6 +24,7 @@ from anychip.operators.linear_cross_entropy import CHUNK
 from anychip.operators.loss import check_targets
 from anychip_cpu import native
 from anychip_cpu.native import CODES
+from anychip_cpu.products import multiply
 from anychip_cpu.table import Needs, declared
 
 _kernels: Any = native.kernels
@@ -53,10 +54,7 @@ class _Head:
         for start in range(0, total, step):
             chunk = slice(start, min(start + step, total))
             wide, logits = self.rows[chunk].float(), room[: chunk.stop - start]
-            if self.bias is None:
-                torch.mm(wide, self.weight.t(), out=logits)
-            else:
-                torch.addmm(self.bias, wide, self.weight.t(), out=logits)
+            multiply(wide, self.weight.t(), logits, bias=self.bias)
             yield chunk, wide, logits
 
 
@@ -71,9 +69,9 @@ class _Gradients:
 
     def add(self, chunk: slice, wide: Tensor, dlogits: Tensor) -> None:
         if self.dx is not None:
-            torch.mm(dlogits, self.head.weight, out=self.dx[chunk])
+            multiply(dlogits, self.head.weight, self.dx[chunk])
         if self.dweight is not None:
-            self.dweight.addmm_(dlogits.t(), wide)
+            multiply(dlogits.t(), wide, self.dweight, adds=True)
         if self.dbias is not None:
             self.dbias += dlogits.sum(0)
 

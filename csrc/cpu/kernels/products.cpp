@@ -1,0 +1,182 @@
+// Products of float32 matrices, a tile of 6 x 16 numbers at a time.
+//
+// Both factors are copied to panels, in which a tile's numbers follow each other: Goto and van de
+// Geijn 2008, "Anatomy of High-Performance Matrix Multiplication", sections 4 and 5. A tile's
+// twelve sums (of AVX2) and its factors are what the registers hold.
+//
+// Rounding: a number is the sum of its terms in the order of depth, each a fused multiply-add, in
+// parts of at most kProductDepth terms; a part is added to those before, and the bias to the first
+// one. |error| <= (kProductDepth + depth / kProductDepth + 1) * 2^-24 * sum |term|.
+#include "loops.h"
+#include "table.h"
+
+namespace anychip::cpu::ANYCHIP_ISA {
+namespace {
+
+// a * b + c, rounded once: the one place where the numbers are contracted, and everywhere.
+ANYCHIP_INLINE RegisterF multiply_add(RegisterF a, RegisterF b, RegisterF c) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, c);
+#elif defined(__FMA__)
+  return _mm256_fmadd_ps(a, b, c);
+#else
+  for (int k = 0; k < kRegisterLanes; ++k) c[k] = __builtin_fmaf(a[k], b[k], c[k]);
+  return c;
+#endif
+}
+template <class H>
+ANYCHIP_INLINE Pair<H> multiply_add(Pair<H> a, Pair<H> b, Pair<H> c) {
+  return {multiply_add(a.low, b.low, c.low), multiply_add(a.high, b.high, c.high)};
+}
+
+// What the processor does not ask for by itself, as rows are read in short pieces.
+constexpr int64_t kRowsAhead = 12;
+constexpr int64_t kPanelsAtOnce = 16;  // whose ends the caches hold
+
+// Eight numbers of each of eight rows, those from `rows` on as zeros, with rows for columns; they
+// are written one after the other, and the last ones of what is narrower than eight over again.
+template <int width>
+ANYCHIP_INLINE void transpose_eight(const float* from, int64_t stride, int64_t rows, float* to) {
+#if defined(__AVX2__)
+  __m256 a[8], b[8];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) {
+    a[i] = i < rows ? _mm256_loadu_ps(from + i * stride) : _mm256_setzero_ps();
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 8; i += 2) {
+    b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]);
+    b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 8; i += 4) {
+    a[i] = _mm256_shuffle_ps(b[i], b[i + 2], 0x44);
+    a[i + 1] = _mm256_shuffle_ps(b[i], b[i + 2], 0xee);
+    a[i + 2] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0x44);
+    a[i + 3] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0xee);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    _mm256_storeu_ps(to + i * width, _mm256_permute2f128_ps(a[i], a[i + 4], 0x20));
+    b[i] = _mm256_permute2f128_ps(a[i], a[i + 4], 0x31);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) _mm256_storeu_ps(to + (i + 4) * width, b[i]);
+#else
+  for (int k = 0; k < 8; ++k) {
+    for (int i = 0; i < 8; ++i) to[k * width + i] = i < rows ? from[i * stride + k] : 0.0f;
+  }
+#endif
+}
+
+// One panel of a matrix whose rows are along the panel's depth.
+template <int width>
+ANYCHIP_INLINE void pack_along(const float* from, int64_t stride, int64_t count, int64_t depth,
+                               float* to) {
+  int64_t k = 0;
+  for (; k + 8 <= depth; k += 8) {
+    for (int i = 0; i < width; i += 8) {
+      const int64_t rows = count - i < 0 ? 0 : count - i;
+      const int most = width - i < 8 ? width - i : 8;
+#pragma GCC unroll 8
+      for (int r = 0; r < most; ++r) __builtin_prefetch(from + (width + i + r) * stride + k);
+      transpose_eight<width>(from + i * stride + k, stride, rows < most ? rows : most,
+                             to + k * width + i);
+    }
+  }
+  for (; k < depth; ++k) {
+    for (int i = 0; i < width; ++i) to[k * width + i] = i < count ? from[i * stride + k] : 0.0f;
+  }
+}
+
+// Panels of a matrix whose rows are across them.
+template <int width>
+ANYCHIP_INLINE void pack_across(const float* from, int64_t stride, int64_t count, int64_t depth,
+                                float* to) {
+  const int64_t panel = panel_size(width, depth), whole = count / width, rest = count % width;
+  for (int64_t k = 0; k < depth; ++k) {
+    const float* row = from + k * stride;
+    for (int64_t i = 0; i < count; i += 16) __builtin_prefetch(row + kRowsAhead * stride + i);
+    float* at = to + k * width;
+    for (int64_t i = 0; i < whole; ++i) {
+      __builtin_memcpy(at + i * panel, row + i * width, width * sizeof(float));
+    }
+    for (int64_t i = 0; rest && i < width; ++i) {
+      at[whole * panel + i] = i < rest ? row[whole * width + i] : 0.0f;
+    }
+  }
+}
+
+template <int width>
+[[gnu::flatten]] void pack(const PackedPart& part, float* panels) {
+  const int64_t panel = panel_size(width, part.depth);
+  for (int64_t i = 0; i < part.count;) {
+    const int64_t most = part.is_along ? width : kPanelsAtOnce * width;
+    const int64_t count = part.count - i < most ? part.count - i : most;
+    if (part.is_along) {
+      pack_along<width>(part.from + i * part.stride, part.stride, count, part.depth, panels);
+    } else {
+      pack_across<width>(part.from + i, part.stride, count, part.depth, panels);
+    }
+    i += count;
+    panels += (count + width - 1) / width * panel;
+  }
+}
+
+template <class Lanes>
+ANYCHIP_INLINE void multiply_tile(const ProductPart& part, const float* left, const float* right,
+                                  const float* bias, float* c, int64_t rows, Lanes lanes) {
+  F32 sum[kTileRows] = {};
+#pragma GCC unroll 6
+  for (int i = 0; i < kTileRows; ++i) __builtin_prefetch(c + (i < rows ? i : 0) * part.stride, 1);
+  int64_t k = 0;
+  const auto step = [&] {
+    const F32 factor = load(right, AllLanes{});
+#pragma GCC unroll 6
+    for (int i = 0; i < kTileRows; ++i) {
+      sum[i] = multiply_add(fill<F32>(left[i]), factor, sum[i]);
+    }
+    left += kTileRows;
+    right += kTileColumns;
+  };
+#pragma GCC unroll 4
+  for (; k < part.depth; ++k) step();
+  const F32 start = bias ? load(bias, lanes) : F32{};
+#pragma GCC unroll 6
+  for (int i = 0; i < kTileRows; ++i) {
+    if (i >= rows) break;
+    float* to = c + i * part.stride;
+    if (part.adds) {
+      store(to, load(to, lanes) + sum[i], lanes);
+    } else {
+      store(to, bias ? start + sum[i] : sum[i], lanes);
+    }
+  }
+}
+
+}  // namespace
+
+void pack_left(const PackedPart& part, float* panels) { pack<kTileRows>(part, panels); }
+
+void pack_right(const PackedPart& part, float* panels) { pack<kTileColumns>(part, panels); }
+
+[[gnu::flatten]] void multiply_panels(const ProductPart& part) {
+  const int64_t left_panel = panel_size(kTileRows, part.depth);
+  const int64_t right_panel = panel_size(kTileColumns, part.depth);
+  for (int64_t j = 0; j < part.columns; j += kTileColumns) {
+    const float* right = part.right + j / kTileColumns * right_panel;
+    const float* bias = part.bias ? part.bias + j : nullptr;
+    for (int64_t i = 0; i < part.rows; i += kTileRows) {
+      const float* left = part.left + i / kTileRows * left_panel;
+      float* c = part.c + i * part.stride + j;
+      const int64_t rows = part.rows - i;
+      if (j + kTileColumns <= part.columns) {
+        multiply_tile(part, left, right, bias, c, rows, AllLanes{});
+      } else {
+        multiply_tile(part, left, right, bias, c, rows, FirstLanes{part.columns - j});
+      }
+    }
+  }
+}
+
+}  // namespace anychip::cpu::ANYCHIP_ISA

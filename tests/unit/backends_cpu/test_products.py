@@ -1,0 +1,77 @@
+"""The native product of matrices, and what is given to it: each result is held against float64."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from anychip_cpu import native, products
+from tests.unit.dispatch.calls import bits
+from tests.unit.operators.exactness import assert_close
+
+pytestmark = pytest.mark.skipif(native.kernels is None, reason=str(native.problem))
+
+SIZES = [(64, 64, 64), (97, 131, 519), (1, 1, 1), (5, 0, 3), (7, 3, 0), (70, 2070, 65)]
+"""Rows, columns and depth: of whole tiles and not, of several parts, of nothing."""
+
+
+def drawn(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(params=["own", "torch"])
+def least(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(products, "OWN_PRODUCT_FROM", 0 if request.param == "own" else 1 << 62)
+    monkeypatch.setattr(products, "_NARROW", 0)
+    return request.param
+
+
+@pytest.mark.parametrize("transposed", [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_product_of_matrices_and_views_equals_that_in_float64(
+    sizes: tuple[int, int, int], transposed: tuple[bool, bool], least: str
+) -> None:
+    """A term passes a rounding for each term of its part, and one for each part; then the sums."""
+    rows, columns, depth = sizes
+    left, right = drawn(rows, depth, seed=0), drawn(depth, columns, seed=1)
+    left, right = (
+        t.t().contiguous().t() if turned else t
+        for t, turned in zip((left, right), transposed, strict=True)
+    )
+    bias, before = drawn(columns, seed=2), drawn(rows, columns, seed=3)
+    exact, count = left.double() @ right.double(), min(depth, 256) + depth / 256 + 3
+    terms = max(1.0, float((left.abs() @ right.abs()).max()) if exact.numel() else 0.0)
+    bound = count * terms / max(1.0, float(exact.abs().max()) if exact.numel() else 0.0)
+    assert_close(products.multiply(left, right), exact, bound)
+    assert_close(products.multiply(left, right, bias=bias), exact + bias, bound)
+    out = before.clone()
+    assert products.multiply(left, right, out, adds=True) is out
+    assert_close(out, exact + before, bound)
+
+
+@pytest.mark.parametrize("place", [(0, 0), (40, 70), (66, 64)], ids=str)
+def test_what_is_not_finite_stays_in_its_row_and_column(place: tuple[int, int], least: str) -> None:
+    left, right = drawn(67, 71, seed=0), drawn(71, 65, seed=1)
+    left[place] = torch.inf
+    assert torch.equal((~products.multiply(left, right).isfinite()).any(1).nonzero()[:, 0],
+                       torch.tensor([place[0]]))  # fmt: skip
+    right[place[1], 5] = torch.nan
+    found = products.multiply(left, right).isnan()
+    assert found[:, 5].all()
+    assert not found[torch.arange(67) != place[0]][:, torch.arange(65) != 5].any()
+
+
+def test_bits_of_a_row_are_those_of_the_row_alone(least: str) -> None:
+    if least == "torch":
+        pytest.skip("MKL's depend on how many rows there are")
+    left, right = drawn(67, 300, seed=0), drawn(300, 65, seed=1)
+    whole = products.multiply(left, right)
+    assert bits([products.multiply(left[13:14], right)]) == bits([whole[13:14]])
+
+
+def test_bias_with_what_is_added_to_is_refused() -> None:
+    assert native.kernels is not None
+    room = torch.zeros(16)
+    with pytest.raises(ValueError, match="a bias or what is added to, got both"):
+        native.kernels.product(*[room.data_ptr()] * 4, 4, 4, 4, False, False, True)

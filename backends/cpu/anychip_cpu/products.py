@@ -85,15 +85,15 @@ def multiply(
         bias: for each column, added to every row before the one rounding; not with ``adds``.
     """
     (rows, depth), columns = left.shape, right.shape[1]
-    if out is None:
-        out = left.new_empty(rows, columns)
-    is_own = left.dtype == torch.float32 and rows * depth * columns >= OWN_PRODUCT_FROM
+    is_own = rows * depth * columns >= OWN_PRODUCT_FROM and left.dtype == torch.float32
     if not is_own or min(rows, depth, columns) < _NARROW:
-        if adds:
+        if adds and out is not None:
             return out.addmm_(left, right)
         if bias is not None:
             return torch.addmm(bias, left, right, out=out)
         return torch.mm(left, right, out=out)
+    if out is None:
+        out = left.new_empty(rows, columns)
     left, left_transposed = _in_memory(left)
     right, right_transposed = _in_memory(right)
     given = map(address, (left, right, None if bias is None else bias.contiguous(), out))
@@ -121,8 +121,13 @@ def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, out_dtype: torch.dtype | None
 ) -> Tensor:
     wide = _widening(x, out_dtype)
-    y = multiply(wide(_rows(x)), wide(weight).t(), bias=None if bias is None else wide(bias))
-    return y.to(out_dtype or x.dtype).view(*x.shape[:-1], weight.shape[0])
+    given = wide(x), wide(weight), None if bias is None else wide(bias)
+    if x.numel() * weight.shape[0] < OWN_PRODUCT_FROM:
+        y = torch.nn.functional.linear(*given)
+    else:
+        y = multiply(_rows(given[0]), given[1].t(), bias=given[2])
+        y = y.view(*x.shape[:-1], weight.shape[0])
+    return y.to(out_dtype or x.dtype)
 
 
 @declared.backward("linear", kind="mapped")

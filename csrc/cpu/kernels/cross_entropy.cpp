@@ -39,6 +39,7 @@ ANYCHIP_INLINE double log_sum_exp(const T* x, int64_t n) {
   }
   const float shift = largest == -kInfinity ? 0.0f : largest;
   const float sum = sum_over(n, [&](int64_t i, auto lanes) {
+    __builtin_prefetch(x + n + i, 0, 2);  // the next row, whose largest is looked for without work
     return replace_rest(exp(load(x + i, lanes) - shift), lanes, 0.0f);
   });
   return static_cast<double>(shift) + __builtin_log(static_cast<double>(sum));

@@ -75,3 +75,19 @@ def test_bias_with_what_is_added_to_is_refused() -> None:
     room = torch.zeros(16)
     with pytest.raises(ValueError, match="a bias or what is added to, got both"):
         native.kernels.product(*[room.data_ptr()] * 4, 4, 4, 4, False, False, True)
+
+
+@pytest.mark.parametrize("shape", [(40,), (6, 40), (2, 3, 40), (0, 40)], ids=str)
+def test_linear_keeps_the_shape_of_x_in_both_directions(shape: tuple[int, ...], least: str) -> None:
+    x, weight, bias = drawn(*shape, seed=0), drawn(5, 40, seed=1), drawn(5, seed=2)
+    wide = [t.double().requires_grad_() for t in (x, weight, bias)]
+    want = torch.nn.functional.linear(*wide)
+    grad = drawn(*want.shape, seed=3)
+    assert_close(products.linear(x, weight, bias, out_dtype=None), want.detach(), 300)
+    want.backward(grad.double())
+    needs = (True, True, True)
+    found = products.linear_backward(grad, x, weight, out_dtype=None, needs=needs)
+    for got, leaf in zip(found, wide, strict=True):
+        assert got is not None
+        assert leaf.grad is not None
+        assert_close(got, leaf.grad, 300)

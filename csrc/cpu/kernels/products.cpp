@@ -7,27 +7,11 @@
 // Rounding: a number is the sum of its terms in the order of depth, each a fused multiply-add, in
 // parts of at most kProductDepth terms; a part is added to those before, and the bias to the first
 // one. |error| <= (kProductDepth + depth / kProductDepth + 1) * 2^-24 * sum |term|.
-#include "loops.h"
+#include "products.h"
 #include "table.h"
 
 namespace anychip::cpu::ANYCHIP_ISA {
 namespace {
-
-// a * b + c, rounded once: the one place where the numbers are contracted, and everywhere.
-ANYCHIP_INLINE RegisterF multiply_add(RegisterF a, RegisterF b, RegisterF c) {
-#if defined(__AVX512F__)
-  return _mm512_fmadd_ps(a, b, c);
-#elif defined(__FMA__)
-  return _mm256_fmadd_ps(a, b, c);
-#else
-  for (int k = 0; k < kRegisterLanes; ++k) c[k] = __builtin_fmaf(a[k], b[k], c[k]);
-  return c;
-#endif
-}
-template <class H>
-ANYCHIP_INLINE Pair<H> multiply_add(Pair<H> a, Pair<H> b, Pair<H> c) {
-  return {multiply_add(a.low, b.low, c.low), multiply_add(a.high, b.high, c.high)};
-}
 
 // What the processor does not ask for by itself, as rows are read in short pieces.
 constexpr int64_t kRowsAhead = 12;
@@ -134,7 +118,7 @@ ANYCHIP_INLINE void multiply_tile(const ProductPart& part, const float* left, co
     const F32 factor = load(right, AllLanes{});
 #pragma GCC unroll 6
     for (int i = 0; i < kTileRows; ++i) {
-      sum[i] = multiply_add(fill<F32>(left[i]), factor, sum[i]);
+      sum[i] = fused(fill<F32>(left[i]), factor, sum[i]);
     }
     left += kTileRows;
     right += kTileColumns;

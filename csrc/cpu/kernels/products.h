@@ -1,4 +1,4 @@
-// Products of small blocks, of which attention is made.
+// Fused products, and those of small blocks, of which attention is made.
 //
 // Note [Fused products]: a sum of products is a chain of fused multiply-adds in the order of its
 // terms, each rounded once, so that n terms have |error| <= n * 2^-24 * sum |term|. Where there is

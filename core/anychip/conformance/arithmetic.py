@@ -258,7 +258,7 @@ def _function(x: Rounded, name: str, value: Array, slope: Array) -> Rounded:
 
 
 def exp(x: Rounded) -> Rounded:
-    """Of an exponent that is off by 1 or more, as of huge scores, the derivative says too little."""
+    """Of an exponent that is off by 1 or more, as of huge scores, the derivative is too little."""
     value = np.exp(x.value)
 
     def off(e: Array) -> Any:

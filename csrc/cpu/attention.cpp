@@ -3,12 +3,12 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
-#include <memory>
 #include <utility>
 #include <vector>
 
 #include "checks.h"
 #include "parallel.h"
+#include "scratch.h"
 
 namespace anychip::cpu {
 namespace {
@@ -191,14 +191,12 @@ void share_units(const std::vector<Unit>& units, int64_t head_dim, int64_t scrat
   // As parallel.h counts: an element takes about as long as sixteen products.
   const double elements = all * static_cast<double>(head_dim) / 16.0 / static_cast<double>(shares);
   parallel_items(shares, static_cast<int64_t>(std::min(elements, 1e12)), [&](Range range) {
-    const std::unique_ptr<float[]> room(new float[static_cast<size_t>(scratch) + 16]());
-    const auto address = reinterpret_cast<uintptr_t>(room.get());
-    float* aligned = room.get() + (64 - address % 64) % 64 / sizeof(float);
+    const AlignedFloats room = aligned_floats(scratch);
     double done = 0.0;
     for (const Unit& unit : units) {
       const auto share = static_cast<int64_t>(done / all * static_cast<double>(shares));
       done += static_cast<double>(unit.cost);
-      if (share >= range.begin && share < range.end) work(unit, aligned);
+      if (share >= range.begin && share < range.end) work(unit, room.get());
     }
   });
 }

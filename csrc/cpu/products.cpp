@@ -1,10 +1,10 @@
 // Products over the threads, in blocks that stay in the caches: of the right factor one for all
 // threads, of the left one for each.
 #include <algorithm>
-#include <memory>
 
 #include "checks.h"
 #include "parallel.h"
+#include "scratch.h"
 
 namespace anychip::cpu {
 
@@ -18,17 +18,14 @@ class Room {
  public:
   float* of(int64_t numel) {
     if (numel > numel_) {
-      floats_.reset(new (std::align_val_t{64}) float[static_cast<size_t>(numel)]);
+      floats_ = aligned_floats(numel);
       numel_ = numel;
     }
     return floats_.get();
   }
 
  private:
-  struct Free {
-    void operator()(float* floats) const { operator delete[](floats, std::align_val_t{64}); }
-  };
-  std::unique_ptr<float[], Free> floats_;
+  AlignedFloats floats_;
   int64_t numel_ = 0;
 };
 thread_local Room left_room, right_room;

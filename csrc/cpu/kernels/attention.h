@@ -19,21 +19,6 @@ namespace anychip::cpu::ANYCHIP_ISA {
 constexpr float kInfinity = __builtin_inff();
 constexpr int64_t kRows = kAttentionRows, kKeys = kAttentionKeys;
 
-// exp as in math.h, whose bounds hold, with fused steps.
-ANYCHIP_INLINE F32 fused_exp(F32 x) {
-  constexpr float kShift = 0x1.8p23f + 191.0f;
-  x = maximum(fill<F32>(-104.0f), x);
-  const F32 shifted = fused(x, fill<F32>(1.44269504f), fill<F32>(kShift));
-  const F32 n = shifted - kShift;
-  F32 r = fused(n, fill<F32>(-0.693359375f), x);
-  r = fused(n, fill<F32>(2.12194440e-4f), r);
-  F32 p = fused(fill<F32>(0.00138142219f), r, fill<F32>(0.00836889866f));
-  p = fused(p, r, fill<F32>(0.0416684057f));
-  p = fused(p, r, fill<F32>(0.166665191f));
-  p = fused(p, r, fill<F32>(0.499999933f));
-  return times_power(fused(p, r * r, r) + 1.0f, n, shifted);
-}
-
 // Room is taken from the front of what the caller gave.
 class Scratch {
  public:
@@ -185,6 +170,30 @@ ANYCHIP_INLINE void multiply_keys(const float* keys, const float* columns, int64
           BlockRows{});
     }
   });
+}
+
+// sums (rows, width) = start(row, what there is) + scores (keys, rows) times right (keys, width),
+// for each row over the keys that it sees.
+template <class Start>
+ANYCHIP_INLINE void add_to_rows(const float* scores, const float* right, int64_t head_dim,
+                                const Sight& sight, float* sums, const Start& start) {
+  const int64_t width = attention_width(head_dim);
+  for (int64_t row = 0; row < sight.rows(); row += kBlock) {
+    const int64_t keys = sight.of_last(row + kBlock - 1);
+    if (keys == 0) continue;
+    for_each_columns(round_up(head_dim, kLanes), [&](int64_t column, auto v) {
+      using V = decltype(v);
+      float* sum = sums + row * width + column;
+      multiply_block<V>(
+          Left{scores + row, 1, kRows}, Right{right + column, width}, keys,
+          [&](int i) {
+            V before;
+            read(before, sum + i * width);
+            return start(row + i, before);
+          },
+          [&](int i, V total) { write(sum + i * width, total); }, BlockRows{});
+    });
+  }
 }
 
 // What blocks of rows and of keys read of a panel of 16 rows beyond the keys that it sees.

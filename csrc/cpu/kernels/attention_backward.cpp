@@ -94,27 +94,6 @@ ANYCHIP_INLINE void add_to_keys(const float* scores, const float* right, int64_t
   }
 }
 
-// sums (rows, width) += the other way round, right (keys, width).
-ANYCHIP_INLINE void add_to_rows(const float* scores, const float* right, int64_t head_dim,
-                                const Sight& sight, float* sums) {
-  const int64_t width = attention_width(head_dim);
-  for (int64_t row = 0; row < sight.rows(); row += kBlock) {
-    const int64_t keys = sight.of_last(row + kBlock - 1);
-    for_each_columns(round_up(head_dim, kLanes), [&](int64_t column, auto v) {
-      using V = decltype(v);
-      float* sum = sums + row * width + column;
-      multiply_block<V>(
-          Left{scores + row, 1, kRows}, Right{right + column, width}, keys,
-          [&](int i) {
-            V before;
-            read(before, sum + i * width);
-            return before;
-          },
-          [&](int i, V total) { write(sum + i * width, total); }, BlockRows{});
-    });
-  }
-}
-
 ANYCHIP_INLINE void add_tile(const AttentionGroup& group, const AttentionGradients& gradients,
                              TileRows& tile, Sight& sight, float* keys, float* values,
                              const KeyGradients& sums) {
@@ -137,7 +116,9 @@ ANYCHIP_INLINE void add_tile(const AttentionGroup& group, const AttentionGradien
     if (gradients.dk) {
       add_to_keys(tile.slopes, tile.q, head_dim, count, sight, sums.dk + first * width);
     }
-    if (gradients.dq) add_to_rows(tile.slopes, keys, head_dim, sight, tile.dq);
+    if (!gradients.dq) continue;
+    add_to_rows(tile.slopes, keys, head_dim, sight, tile.dq,
+                [](int64_t, auto before) { return before; });
   }
 }
 

@@ -59,27 +59,6 @@ ANYCHIP_INLINE void write_weights(const Sight& sight, float* scores, Softmax& so
   });
 }
 
-ANYCHIP_INLINE void add_values(const float* weights, const float* values, int64_t head_dim,
-                               const Sight& sight, const float* factors, float* sums) {
-  const int64_t width = attention_width(head_dim);
-  for (int64_t row = 0; row < sight.rows(); row += kBlock) {
-    const int64_t keys = sight.of_last(row + kBlock - 1);
-    if (keys == 0) continue;
-    for_each_columns(round_up(head_dim, kLanes), [&](int64_t column, auto v) {
-      using V = decltype(v);
-      float* sum = sums + row * width + column;
-      multiply_block<V>(
-          Left{weights + row, 1, kRows}, Right{values + column, width}, keys,
-          [&](int i) {
-            V before;
-            read(before, sum + i * width);
-            return before * factors[row + i];
-          },
-          [&](int i, V total) { write(sum + i * width, total); }, BlockRows{});
-    });
-  }
-}
-
 ANYCHIP_INLINE void write_rows(const AttentionGroup& group, Range positions, const float* sums,
                                const Softmax& softmax, void* y) {
   const int64_t width = attention_width(group.head_dim);
@@ -121,7 +100,8 @@ ANYCHIP_INLINE void write_rows(const AttentionGroup& group, Range positions, con
     pack_keys(group.v, group, first, count, values);
     write_scores(keys, columns, head_dim, group.scale, sight, scores, softmax.tile_largest);
     write_weights(sight, scores, softmax);
-    add_values(scores, values, head_dim, sight, softmax.factor, sums);
+    add_to_rows(scores, values, head_dim, sight, sums,
+                [&](int64_t row, auto before) { return before * softmax.factor[row]; });
   }
   write_rows(group, positions, sums, softmax, y);
 }

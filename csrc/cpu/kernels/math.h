@@ -30,29 +30,37 @@ struct Powers {
 // relative error 2^-28). ln 2 is split (Cody and Waite): n * 0.693359375 is exact. Without an
 // instruction for it 2^n is applied as 2^(n + 64), a normal number, and 2^-64, so that subnormal
 // results are reached.
-template <bool kHasLow>
+// Fused steps are fewer and give other bits: what has no other bits to keep (attention) uses them.
+template <bool kHasLow, bool kFused>
 ANYCHIP_INLINE Powers powers_of(F32 high, F32 low) {
+  const auto step = [](F32 a, F32 b, F32 c) { return kFused ? fused(a, b, c) : a * b + c; };
   // Adding this rounds to an integer and leaves n + 64 + 127, the exponent field, in the low bits.
   constexpr float kShift = 0x1.8p23f + 191.0f;
-  const F32 shifted = (kHasLow ? high + low : high) * 1.44269504f + kShift;
-  const F32 n = shifted - kShift;
-  const F32 rest = n * 2.12194440e-4f;
-  const F32 r = (high - n * 0.693359375f) + (kHasLow ? low + rest : rest);
-  F32 p = 0.00138142219f * r + 0.00836889866f;
-  p = p * r + 0.0416684057f;
-  p = p * r + 0.166665191f;
-  p = p * r + 0.499999933f;
-  return {p * (r * r) + r, n, shifted};
+  const F32 shifted = step(kHasLow ? high + low : high, fill<F32>(1.44269504f), fill<F32>(kShift));
+  const F32 n = shifted - kShift, small = fill<F32>(2.12194440e-4f);
+  const F32 most = step(n, fill<F32>(-0.693359375f), high);
+  const F32 r = kHasLow ? most + step(n, small, low) : step(n, small, most);
+  F32 p = step(fill<F32>(0.00138142219f), r, fill<F32>(0.00836889866f));
+  p = step(p, r, fill<F32>(0.0416684057f));
+  p = step(p, r, fill<F32>(0.166665191f));
+  p = step(p, r, fill<F32>(0.499999933f));
+  return {step(p, r * r, r), n, shifted};
 }
-template <bool kHasLow>
+template <bool kHasLow, bool kFused>
 ANYCHIP_INLINE F32 exp_of_parts(F32 high, F32 low) {
-  const Powers found = powers_of<kHasLow>(high, low);
+  const Powers found = powers_of<kHasLow, kFused>(high, low);
   return times_power(found.fraction + 1.0f, found.n, found.shifted);
 }
-ANYCHIP_INLINE F32 exp_of_sum(F32 high, F32 low) { return exp_of_parts<true>(high, low); }
+ANYCHIP_INLINE F32 exp_of_sum(F32 high, F32 low) { return exp_of_parts<true, false>(high, low); }
 
 // exp(x) for x <= 40; error 1.0 ulp (a subnormal result: 1.5 of its ulp); 0 below -104.
-ANYCHIP_INLINE F32 exp(F32 x) { return exp_of_parts<false>(maximum(fill<F32>(-104.0f), x), F32{}); }
+ANYCHIP_INLINE F32 exp(F32 x) {
+  return exp_of_parts<false, false>(maximum(fill<F32>(-104.0f), x), F32{});
+}
+// The same, with bits of its own.
+ANYCHIP_INLINE F32 fused_exp(F32 x) {
+  return exp_of_parts<false, true>(maximum(fill<F32>(-104.0f), x), F32{});
+}
 
 // The logistic function and its complement, each with a small relative error:
 // value = 1 / (1 + exp(-x)), complement = 1 - value = 1 / (1 + exp(x)); error 2.9 ulp.
@@ -70,7 +78,7 @@ ANYCHIP_INLINE Sigmoid sigmoid(F32 x) {
 // m = exp(-2 |x|) - 1 without a cancellation, and -m / (2 + m). Error 2.5 ulp.
 ANYCHIP_INLINE F32 tanh(F32 x) {
   const F32 a = minimum(fill<F32>(10.0f), abs(x));  // beyond, tanh is 1
-  const Powers found = powers_of<false>(-2.0f * a, F32{});
+  const Powers found = powers_of<false, false>(-2.0f * a, F32{});
   const F32 power = times_power(fill<F32>(1.0f), found.n, found.shifted);
   const F32 m = found.fraction * power + (power - 1.0f);
   const F32 size = (0.0f - m) / (2.0f + m);

@@ -13,6 +13,8 @@
 namespace anychip::cpu::ANYCHIP_ISA {
 namespace {
 
+static_assert(kTileRows == kBlock && kTileColumns == kLanes, "a tile is a block");
+
 // What the processor does not ask for by itself, as rows are read in short pieces.
 constexpr int64_t kRowsAhead = 12;
 constexpr int64_t kPanelsAtOnce = 16;  // whose ends the caches hold
@@ -110,32 +112,21 @@ template <int width>
 template <class Lanes>
 ANYCHIP_INLINE void multiply_tile(const ProductPart& part, const float* left, const float* right,
                                   const float* bias, float* c, int64_t rows, Lanes lanes) {
-  F32 sum[kTileRows] = {};
 #pragma GCC unroll 6
-  for (int i = 0; i < kTileRows; ++i) __builtin_prefetch(c + (i < rows ? i : 0) * part.stride, 1);
-  int64_t k = 0;
-  const auto step = [&] {
-    const F32 factor = load(right, AllLanes{});
-#pragma GCC unroll 6
-    for (int i = 0; i < kTileRows; ++i) {
-      sum[i] = fused(fill<F32>(left[i]), factor, sum[i]);
-    }
-    left += kTileRows;
-    right += kTileColumns;
-  };
-#pragma GCC unroll 4
-  for (; k < part.depth; ++k) step();
+  for (int i = 0; i < kBlock; ++i) __builtin_prefetch(c + (i < rows ? i : 0) * part.stride, 1);
   const F32 start = bias ? load(bias, lanes) : F32{};
-#pragma GCC unroll 6
-  for (int i = 0; i < kTileRows; ++i) {
-    if (i >= rows) break;
-    float* to = c + i * part.stride;
-    if (part.adds) {
-      store(to, load(to, lanes) + sum[i], lanes);
-    } else {
-      store(to, bias ? start + sum[i] : sum[i], lanes);
-    }
-  }
+  multiply_block<F32>(
+      Left{left, 1, kTileRows}, Right{right, kTileColumns}, part.depth, [](int) { return F32{}; },
+      [&](int i, F32 sum) {
+        if (i >= rows) return;
+        float* to = c + i * part.stride;
+        if (part.adds) {
+          store(to, load(to, lanes) + sum, lanes);
+        } else {
+          store(to, bias ? start + sum : sum, lanes);
+        }
+      },
+      BlockRows{});
 }
 
 }  // namespace

@@ -10,22 +10,6 @@
 
 namespace anychip::cpu::ANYCHIP_ISA {
 
-// a * b + c, rounded once.
-ANYCHIP_INLINE RegisterF fused(RegisterF a, RegisterF b, RegisterF c) {
-#if defined(__AVX512F__)
-  return _mm512_fmadd_ps(a, b, c);
-#elif defined(__FMA__)
-  return _mm256_fmadd_ps(a, b, c);
-#else
-  for (int k = 0; k < kRegisterLanes; ++k) c[k] = __builtin_fmaf(a[k], b[k], c[k]);
-  return c;
-#endif
-}
-template <class H>
-ANYCHIP_INLINE Pair<H> fused(Pair<H> a, Pair<H> b, Pair<H> c) {
-  return {fused(a.low, b.low, c.low), fused(a.high, b.high, c.high)};
-}
-
 // Rows of a block. With 16 columns on AVX2, 32 on AVX-512, it has 12 registers of sums: enough
 // that none waits for the one before, and few enough to stay where they are.
 constexpr int kBlock = 6;
@@ -49,6 +33,7 @@ template <class V, class Start, class Finish, int... i>
 ANYCHIP_INLINE void multiply_block(Left left, Right right, int64_t depth, const Start& start,
                                    const Finish& finish, std::integer_sequence<int, i...>) {
   V sum[kBlock] = {start(i)...};
+#pragma GCC unroll 4
   for (int64_t t = 0; t < depth; ++t) {
     V columns;
     read(columns, right.data);

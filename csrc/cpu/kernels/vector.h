@@ -227,6 +227,22 @@ ANYCHIP_INLINE Pair<H> swap_neighbours(Pair<H> v) {
   return {swap_neighbours(v.low), swap_neighbours(v.high)};
 }
 
+// a * b + c, rounded once.
+ANYCHIP_INLINE RegisterF fused(RegisterF a, RegisterF b, RegisterF c) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, c);
+#elif defined(__FMA__)
+  return _mm256_fmadd_ps(a, b, c);
+#else
+  for (int k = 0; k < kRegisterLanes; ++k) c[k] = __builtin_fmaf(a[k], b[k], c[k]);
+  return c;
+#endif
+}
+template <class H>
+ANYCHIP_INLINE Pair<H> fused(Pair<H> a, Pair<H> b, Pair<H> c) {
+  return {fused(a.low, b.low, c.low), fused(a.high, b.high, c.high)};
+}
+
 // Memory. The address needs no alignment beyond that of its element.
 ANYCHIP_INLINE void read(RegisterF& v, const float* p) { __builtin_memcpy(&v, p, sizeof v); }
 ANYCHIP_INLINE void read(RegisterU& v, const uint32_t* p) { __builtin_memcpy(&v, p, sizeof v); }

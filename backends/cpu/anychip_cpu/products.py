@@ -68,6 +68,8 @@ def _has_own_product() -> bool:
 
 OWN_PRODUCT_FROM = 1 << 23 if _has_own_product() else math.inf
 """How many multiplications a product has at least that the native kernel is given."""
+_NARROW = 64
+"""And how many rows, columns and terms: narrower ones are none for tiles and panels."""
 
 
 def multiply(
@@ -81,13 +83,14 @@ def multiply(
     """``left @ right`` of matrices of one dtype, each of which may be a transposed view.
 
     Args:
-        out: contiguous; is written, or with ``adds`` added to.
-        bias: for each column, added to every row before the one rounding; not with ``adds``.
+        out: contiguous; is written, or with ``adds`` added to. None: a new one.
+        bias: for each column, added to every row; not with ``adds``.
     """
     (rows, depth), columns = left.shape, right.shape[1]
     is_own = rows * depth * columns >= OWN_PRODUCT_FROM and left.dtype == torch.float32
     if not is_own or min(rows, depth, columns) < _NARROW:
-        if adds and out is not None:
+        if adds:
+            assert out is not None, "there is something to add to"
             return out.addmm_(left, right)
         if bias is not None:
             return torch.addmm(bias, left, right, out=out)
@@ -99,10 +102,6 @@ def multiply(
     given = map(address, (left, right, None if bias is None else bias.contiguous(), out))
     _kernels.product(*given, rows, columns, depth, left_transposed, right_transposed, adds)
     return out
-
-
-_NARROW = 64
-"""A matrix with a smaller side is none for tiles and panels."""
 
 
 def _in_memory(matrix: Tensor) -> tuple[Tensor, bool]:

@@ -20,7 +20,7 @@ _kernels: Any = native.kernels
 _FEWEST_ROWS, _FEWEST_GROUPS = 8, 4
 """Of a key head: with fewer queries most lanes of the kernel are idle, but torch's repeats keys."""
 _MOST_GROUPS = 96
-"""Query heads of a key head that a tile holds."""
+"""Query heads of a key head that a tile holds: kAttentionRows in csrc/cpu/kernel_table.h."""
 
 
 def _has_fused_products() -> bool:

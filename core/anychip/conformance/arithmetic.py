@@ -221,9 +221,8 @@ def joined(tensors: Sequence[Rounded]) -> Rounded:
 
 def parts(whole: Rounded, like: Sequence[Rounded]) -> list[Rounded]:
     """Of what :func:`joined` made, the tensors."""
-    ends = [0, *itertools.accumulate(t.value.size for t in like)]
-    spans = zip(ends, ends[1:], like, strict=False)
-    return [whole[a:b].reshape(*t.shape) for a, b, t in spans]
+    ends = itertools.pairwise([0, *itertools.accumulate(t.value.size for t in like)])
+    return [whole[a:b].reshape(*t.shape) for (a, b), t in zip(ends, like, strict=True)]
 
 
 def matmul(a: Rounded, b: Rounded) -> Rounded:
@@ -258,7 +257,7 @@ def _function(x: Rounded, name: str, value: Array, slope: Array) -> Rounded:
 
 
 def exp(x: Rounded) -> Rounded:
-    """Of an exponent that is off by 1 or more, as of huge scores, the derivative is too little."""
+    """With expm1 of the argument's error, as huge scores are off by 1 and more; at most e^80."""
     value = np.exp(x.value)
 
     def off(e: Array) -> Any:

@@ -19,7 +19,7 @@ from anychip.conformance.chapters import CHAPTERS
 from anychip.conformance.formats import FORMATS
 from anychip.conformance.hashes import suite_hash
 from anychip.conformance.must_pass import MustPass, declared_list
-from anychip.conformance.report import Report, Result, digest_of
+from anychip.conformance.report import Report, digest_of
 
 SHOWN = 3
 """Ids that an objection names; the rest is counted."""
@@ -154,7 +154,8 @@ def _beyond_list(report: Report, listed: MustPass) -> dict[str, list[str]]:
     others = [result for result in report.results if result.case not in must]
     stale = [result.case for result in others if result.outcome == "stale entry"]
     excused = [r for r in others if r.case in listed.capabilities]
-    foreign = [r for r in others if _is_foreign(report, r)]
+    names = [f"/{name}/" for name in report.references]
+    foreign = [r for r in others if any(name in r.case for name in names)]
     accounted = {r.case for r in (*excused, *foreign)} | set(stale)
     return {
         "stale entries in its list": stale,
@@ -168,10 +169,6 @@ def _beyond_list(report: Report, listed: MustPass) -> dict[str, list[str]]:
         ],
         "cases that this suite does not have": [r.case for r in others if r.case not in accounted],
     }
-
-
-def _is_foreign(report: Report, result: Result) -> bool:
-    return any(f"/{name}/" in result.case for name in report.references)
 
 
 def _some(cases: Iterable[str]) -> str:

@@ -90,7 +90,8 @@ class Comparison(TorchDispatchMode):
                 reason = str(error).partition("\n")[0][:120]
                 self.left_out[f"{func} on {self.other.name}: {reason}"] += 1
                 return got
-            written = [i for i, a in enumerate(func._schema.arguments) if _is_written(a)]
+            infos = [argument.alias_info for argument in func._schema.arguments]
+            written = [i for i, info in enumerate(infos) if info is not None and info.is_write]
             changed = [(args[i], copies[0][i]) for i in written if i < len(args)]
             found = tree_flatten([got, [a for a, _ in changed]])[0]
             wanted = tree_flatten([want, [b for _, b in changed]])[0]
@@ -208,10 +209,6 @@ def _type_of(leaf: Any) -> str | None:
     if isinstance(leaf, torch.device):
         return leaf.type
     return leaf.device.type if isinstance(leaf, Tensor) else None
-
-
-def _is_written(argument: Any) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def _operator_of(func: Any) -> tuple[Operator[..., Any], bool] | None:

@@ -112,6 +112,22 @@ def test_gradient_bound_is_exceeded_by_bf16(config: GPTConfig | LlamaConfig) -> 
     assert worst > gradient_bound(config)
 
 
+@pytest.mark.parametrize("narrow", [False, True], ids=["float32", "bfloat16 by autocast"])
+@pytest.mark.parametrize("name", ["gpt", "llama-grouped"])
+def test_block_has_the_bits_of_norms_and_sums_one_after_the_other(name: str, narrow: bool) -> None:
+    model = build(CONFIGS[name])
+    scramble(model)
+    block, x = model.blocks()[0], torch.randn(2, 24, 32)
+    first, mix, second, mlp = block.children()
+    with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
+        normed = first(x)
+        total = x + mix(normed, *getattr(model, "_rotary", ()))
+        want = total + mlp(second(total))
+        got = model.run_block(block, x)
+    assert normed.dtype == (torch.bfloat16 if narrow else torch.float32)
+    assert torch.equal(got, want)
+
+
 def test_gpt_head_is_tied_to_the_embedding() -> None:
     model = GPT(CONFIGS["gpt"])
     assert model.lm_head.weight is model.transformer.wte.weight

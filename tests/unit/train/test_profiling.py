@@ -50,7 +50,8 @@ def test_profile_counts_the_calls_of_its_steps_and_leaves_the_bits_alone(tmp_pat
     # Of two steps, and none of the evaluation behind each: 4 products in a block, and the head.
     assert calls["linear", "forward"] == calls["linear", "backward"] == 2 * (4 * 2 + 1)
     assert calls["attention", "backward"] == 2 * 2
-    assert calls["layer_norm", "forward"] == 2 * (2 * 2 + 1)
+    assert calls["layer_norm", "forward"] == 2 * (2 + 1)
+    assert calls["add_layer_norm", "forward"] == 2 * 2
     assert all(row["provider"] == "cpu" for row in found["operators"])
     assert selection.current.observer is None
 

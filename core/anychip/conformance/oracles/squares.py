@@ -37,10 +37,6 @@ def _row(tensor: Rounded, error: float = 0.0) -> Rounded:
     return Rounded(np.array([row], dtype=np.float64), size, size)
 
 
-def _sums_forward(tensors: Sequence[Rounded]) -> tuple[Rounded]:
-    return (concatenate([_row(tensor) for tensor in tensors], 0),)
-
-
 def _moved(
     p: Rounded, g: Rounded, m: Rounded, v: Rounded, count: Rounded, attrs: dict[str, float]
 ) -> tuple[Rounded, Rounded, Rounded]:
@@ -84,6 +80,6 @@ def _lamb_forward(*args: Any, **attrs: float) -> tuple[Rounded, ...]:
     return in_lists(one, *most, **attrs)
 
 
-SUMS_OF_SQUARES = Oracle(forward=_sums_forward)
+SUMS_OF_SQUARES = Oracle(forward=lambda tensors: (concatenate([*map(_row, tensors)], 0),))
 LAMB_SUMS_OF_SQUARES = Oracle(forward=_lamb_sums_forward)
 LAMB = Oracle(forward=_lamb_forward)

@@ -67,7 +67,8 @@ class Held:
         tensors = {id(value) for _, value in [*every, *model.named_buffers()]}
         first: dict[int, str] = {}
         for name, value in model.state_dict(keep_vars=True).items():
-            if id(value) not in tensors or not _fits(value):
+            held = id(value) in tensors and schema.TENSOR.fits(value) and value.dtype in DTYPES
+            if not held:  # a file of tensors does not have it
                 self.others[name] = value.detach() if isinstance(value, Tensor) else value
             elif id(value) in first:
                 self.aliases[of_model(name)] = of_model(first[id(value)])
@@ -104,11 +105,6 @@ class Held:
         found |= {of_model(name): in_words(value) for name, value in self.others.items()}
         order = [of_model(name) for name in self.model.state_dict(keep_vars=True)]
         return {name: found[name] for name in order}
-
-
-def _fits(value: Any) -> bool:
-    """A file of tensors can hold it."""
-    return schema.TENSOR.fits(value) and value.dtype in DTYPES
 
 
 def without_share(part: Part) -> Part:

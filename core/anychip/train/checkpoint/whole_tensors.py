@@ -3,7 +3,6 @@
 Every rank has all of it on the host, and takes its part.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -45,10 +44,6 @@ def of_stage(
         indices = list(range(count, count + len(group)))
         for place, name in zip(indices, group, strict=True):
             state[place] = state_dict["state"].get(saved[name][0], {})
-        mine.append({**_options(saved[group[0]][1]), "params": indices})
+        mine.append({**saved[group[0]][1], "params": indices})
         count += len(group)
     return {**state_dict, "state": state, "param_groups": mine}
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}

@@ -93,8 +93,8 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, past: Past | None = None) -> Tensor:
-        x = x + self.attn(self.ln_1(x), past)
-        return x + self.mlp(self.ln_2(x))  # type: ignore[no-any-return]
+        inner, x = self.ln_2(self.attn(self.ln_1(x), past), x)
+        return x + self.mlp(inner)  # type: ignore[no-any-return]
 
 
 class Transformer(nn.Module):

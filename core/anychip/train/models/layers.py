@@ -1,5 +1,7 @@
 """torch's layers with ``anychip.ops`` inside: same parameters, same names, same initial values."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -22,22 +24,33 @@ class Embedding(nn.Embedding):
 
 
 class LayerNorm(nn.LayerNorm):
-    """``nn.LayerNorm`` over the last dim through ``ops.layer_norm``."""
+    """``nn.LayerNorm`` over the last dim; with a residual of the sum with it, which comes too."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        return ops.layer_norm(input, self.weight, self.bias, eps=self.eps)
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Any:
+        if residual is None:
+            return _for_products(ops.layer_norm(input, self.weight, self.bias, eps=self.eps))
+        return ops.add_layer_norm(input, residual, self.weight, self.bias, eps=self.eps)
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last dim, with a weight that starts at one."""
+    """As :class:`LayerNorm`, by the root mean square alone, with a weight that starts at one."""
 
     def __init__(self, width: int, *, eps: float = 1e-6) -> None:
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(width))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return ops.rms_norm(x, self.weight, eps=self.eps)
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        if residual is None:
+            return _for_products(ops.rms_norm(x, self.weight, eps=self.eps))
+        return ops.add_rms_norm(x, residual, self.weight, eps=self.eps)
+
+
+def _for_products(x: Tensor) -> Tensor:
+    """What products take under autocast: cast here once, not by each of those that share x."""
+    kind = x.device.type  # meta, of a plan, has no autocast
+    on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return x.to(torch.get_autocast_dtype(kind)) if on else x
 
 
 class Dropout(nn.Module):

@@ -109,8 +109,9 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, past: Past | None = None) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, past)
-        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+        attended = self.self_attn(self.input_layernorm(x), cos, sin, past)
+        inner, x = self.post_attention_layernorm(attended, x)
+        return x + self.mlp(inner)  # type: ignore[no-any-return]
 
 
 class Transformer(nn.Module):

@@ -51,7 +51,7 @@ class Costs:
         if kind == "B":
             return whole
         if self.weights is None:
-            return [_half(cost) for cost in whole]
+            return [c / 2 if isinstance(c, float) else Fraction(c) / 2 for c in whole]
         weights = _per_stage(self.weights, num_stages)
         if kind == "W":
             return weights
@@ -60,10 +60,6 @@ class Costs:
 
 def _per_stage(cost: Time | Sequence[Time], num_stages: int) -> Sequence[Time]:
     return cost if isinstance(cost, Sequence) else (cost,) * num_stages
-
-
-def _half(cost: Time) -> Time:
-    return cost / 2 if isinstance(cost, float) else Fraction(cost) / 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -178,7 +178,8 @@ class _Writer:
 
     def __init__(self, work: Preparer, out: Path, paths: Sequence[Path]) -> None:
         self.work, self.out = work, out
-        self.request = {**asdict(work.request), "files": _described(paths)}
+        files = [[str(path), path.stat().st_size] for path in paths]
+        self.request = {**asdict(work.request), "files": files}
         # What makes the tokens; of the rest a directory may be gone on with under other names.
         self.kind = [work.tokenizer.name, work.template]
         self.report = _Report(dropped=dict.fromkeys(work.request.filters, 0))
@@ -327,10 +328,6 @@ def progress_of(
         return json.loads(states.pop("about").tobytes()), states
     except (KeyError, ValueError, zipfile.BadZipFile) as error:
         raise prepared.PreparedError(f"{out / PROGRESS} is damaged: {error}") from error
-
-
-def _described(paths: Sequence[Path]) -> list[list[Any]]:
-    return [[str(path), path.stat().st_size] for path in paths]
 
 
 def _not_through_links(path: str, flags: int) -> int:

@@ -23,6 +23,9 @@ namespace anychip::cuda {
 
 constexpr int kPartsThreads = 512;
 
+// What begin() gives where there is nothing to read once.
+struct NoContext {};
+
 // A value per column in any dtype; nullptr stands for zeros.
 struct ColumnValues {
   const void* values;

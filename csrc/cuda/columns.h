@@ -1,4 +1,5 @@
-// How a matrix is cut into tiles of columns and blocks of rows: the numbers behind columns.cuh.
+// How a matrix is cut into tiles of columns and blocks of rows: the numbers behind columns.cuh;
+// and the sums down the columns of one.
 #pragma once
 
 #include "dtype.h"
@@ -54,5 +55,10 @@ inline int64_t short_parts(int64_t rows, int64_t hidden, int width) {
   const int64_t at_once = int64_t{kTileThreads / lanes_for(hidden / width)} * kRowsAhead;
   return ceil_div(rows, 4 * at_once);
 }
+
+// sums[column] = the float32 sum over all rows of x[row][column], contiguous. `parts` is
+// column_parts(); partial has parts * hidden floats.
+cudaError_t column_sums(const void* x, void* sums, float* partial, int64_t rows, int64_t hidden,
+                        int64_t parts, DType dtype, DType sums_dtype, Place place);
 
 }  // namespace anychip::cuda

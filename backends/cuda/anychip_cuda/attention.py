@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 from anychip.contract.settings import SameBits
 from anychip.operators.attention import widened
 from anychip_cuda.attention_blocks import Part, attend_backward_by_blocks, attend_by_blocks
-from anychip_cuda.products import aligned, capability
+from anychip_cuda.products import LINE, aligned, capability
 from anychip_cuda.table import Needs, declared
 
 _aten = torch.ops.aten
@@ -79,9 +79,19 @@ def _takes_cudnn(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **attrs: Any)
 
 
 def filled(x: Tensor) -> Tensor:
-    """Contiguous, aligned, and with zeros at the end of each head up to a multiple of _STEP."""
+    """As the kernels read it, with zeros at the end of each head up to a multiple of _STEP."""
     missing = -x.shape[-1] % _STEP
-    return pad(x, (0, missing)) if missing else aligned(x)
+    return pad(x, (0, missing)) if missing else readable(x)
+
+
+def readable(x: Tensor) -> Tensor:
+    """x itself where the kernels can read it by its strides, 16 bytes at a time; else a copy.
+
+    So q, k and v that lie side by side, as a packed projection leaves them, are not moved.
+    """
+    *strides, last = x.stride()
+    own = last == 1 and all(stride > 0 and stride % _STEP == 0 for stride in strides)
+    return x if own and x.data_ptr() % LINE == 0 else aligned(x)
 
 
 def true_scale(q: Tensor, scale: float | None) -> float:
@@ -114,7 +124,7 @@ def attention_by_cudnn(
     scale: float | None,
     out_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
-    by_head = (aligned(t).transpose(1, 2) for t in (q, k, v))
+    by_head = (readable(t).transpose(1, 2) for t in (q, k, v))
     found = _aten._scaled_dot_product_cudnn_attention(
         *by_head, None, True, 0.0, causal, False, scale=true_scale(q, scale)
     )

@@ -5,13 +5,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from anychip_cuda.native import Kernels
+from anychip_cuda.native import Kernels, address
 
 
 def rows_of(x: Tensor) -> tuple[int, int]:
     """How many rows there are along the last dim, and their width."""
     hidden = x.shape[-1]
     return (x.numel() // hidden if hidden else 0), hidden
+
+
+def summed_columns(kernels: Kernels, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The float32 sums down the columns of x (rows, hidden), as (hidden,) of ``dtype``."""
+    x = x.contiguous()
+    parts, partial = column_sums(kernels, x, wanted=True)
+    sums = x.new_empty(x.shape[-1:], dtype=dtype)
+    kernels.native.column_sums(
+        *map(address, (x, sums, partial)),
+        *rows_of(x),
+        parts,
+        kernels.codes[x.dtype],
+        kernels.codes[dtype],
+        *kernels.place(x),
+    )
+    return sums
 
 
 def column_sums(kernels: Kernels, x: Tensor, *, wanted: bool) -> tuple[int, Tensor | None]:

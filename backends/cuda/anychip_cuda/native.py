@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 BUILD_COMMAND = "pip install . -Ccmake.define.ANYCHIP_CUDA=ON"
-INTERFACE = 4
+INTERFACE = 5
 """The version of the native module's signatures that this code calls."""
 
 _MISSING = "_native_missing.txt"

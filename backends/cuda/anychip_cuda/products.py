@@ -13,6 +13,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from anychip_cuda.columns import summed_columns
+from anychip_cuda.native import Kernels
 from anychip_cuda.numerics import exact_products
 from anychip_cuda.table import Needs, declared
 
@@ -20,7 +22,9 @@ _GROUPED_MAJORS = (9, 10)
 _WHOLE = 1 << 20
 """Elements of a result that keeps a device busy. For a smaller one cuBLAS may split the sums, and
 round to 16 bits before it adds the bias, whatever the switches say."""
-_LINE = 16
+_LONG = 1 << 20
+"""Elements of a gradient that take longer than a second launch: their sums are of our kernel."""
+LINE = 16
 """Bytes to which torch's kernels want addresses aligned; the grouped one rows too."""
 
 
@@ -57,6 +61,24 @@ def linear(
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
+@declared.backward(
+    "linear", accepts=lambda grad, *_, needs, **__: needs[2] and grad.numel() >= _LONG
+)
+def linear_backward_with_bias(
+    kernels: Kernels,
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    *,
+    out_dtype: torch.dtype | None,
+    needs: Needs,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    others = (needs[0], needs[1], False)
+    dx, dweight, _ = linear_backward(grad, x, weight, out_dtype=out_dtype, needs=others)
+    rows = grad.reshape(-1, grad.shape[-1])
+    return dx, dweight, summed_columns(kernels, rows, weight.dtype)
+
+
 @declared.backward("linear", kind="mapped")
 def linear_backward(
     grad: Tensor, x: Tensor, weight: Tensor, *, out_dtype: torch.dtype | None, needs: Needs
@@ -87,8 +109,8 @@ def _is_grouped(
         and out_dtype in (None, x.dtype)
         and x.numel() > 0
         and weight.numel() > 0
-        and x.shape[1] * x.element_size() % _LINE == 0
-        and weight.shape[1] * x.element_size() % _LINE == 0
+        and x.shape[1] * x.element_size() % LINE == 0
+        and weight.shape[1] * x.element_size() % LINE == 0
         and capability(x) >= (_GROUPED_MAJORS[0], 0)
         and capability(x)[0] in _GROUPED_MAJORS
     )
@@ -110,7 +132,7 @@ def _capability(index: int) -> tuple[int, int]:
 def aligned(x: Tensor) -> Tensor:
     """Contiguous, from an address that torch's kernels take: they read 16 bytes at a time."""
     x = x.contiguous()
-    return x if x.data_ptr() % _LINE == 0 else x.clone()
+    return x if x.data_ptr() % LINE == 0 else x.clone()
 
 
 def _without_group(x: Tensor, offsets: Tensor) -> Tensor:

@@ -1,7 +1,6 @@
 #include "activation.h"
 
 #include "binding.h"
-#include "columns.h"
 
 namespace anychip::cuda {
 namespace {
@@ -73,9 +72,6 @@ void bind_gated(py::module_& m) {
 }  // namespace
 
 void bind_activation(py::module_& m) {
-  m.def("column_parts", [](int64_t rows, int64_t hidden, int dtype, int multiprocessors) {
-    return column_parts(rows, hidden, dtype_of(dtype), multiprocessors);
-  });
   bind_gelu(m);
   bind_bias_gelu(m);
   bind_gated(m);

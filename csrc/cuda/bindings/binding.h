@@ -48,6 +48,7 @@ void run_on(const char* where, int device, Address stream, Queue&& queue) {
 
 // One per family of operators; each in a file of its name.
 void bind_activation(py::module_& m);
+void bind_columns(py::module_& m);
 void bind_dropout(py::module_& m);
 void bind_rope(py::module_& m);
 void bind_softmax(py::module_& m);

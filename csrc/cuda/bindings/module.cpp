@@ -5,7 +5,7 @@ namespace anychip::cuda {
 namespace {
 
 // Raised whenever a signature changes its meaning; Python reads it as build_info()["abi"].
-constexpr int kInterfaceVersion = 4;
+constexpr int kInterfaceVersion = 5;
 
 py::dict build_info() {
   py::dict info;
@@ -35,6 +35,7 @@ PYBIND11_MODULE(ANYCHIP_MODULE, m, py::mod_gil_not_used()) {
   m.def("build_info", &build_info);
   m.def("multiprocessors", &multiprocessors, py::arg("device"));
   bind_activation(m);
+  bind_columns(m);
   bind_dropout(m);
   bind_rope(m);
   bind_softmax(m);

@@ -55,8 +55,6 @@ struct GegluSlopes {
   }
 };
 
-struct NoContext {};
-
 template <class T>
 struct BiasGelu {
   const T* x;

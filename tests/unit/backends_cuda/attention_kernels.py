@@ -93,8 +93,8 @@ class Kernels:
         assert compute_lse
         for t in (q, k, v):
             assert t.dtype in HALVES
-            # (B, H, S, D) as a view of (B, S, H, D) without gaps.
-            assert t.transpose(1, 2).is_contiguous()
+            assert t.stride(-1) == 1
+            assert all(stride % 8 == 0 for stride in t.stride()[:-1])
             assert t.shape[-1] % 8 == 0
             assert t.data_ptr() % 16 == 0
         # Its mask is aligned to the first key.
@@ -133,6 +133,7 @@ class Kernels:
         for t in tensors:
             assert t.dtype in HALVES
             assert t.stride(-1) == 1
+            assert all(stride % 8 == 0 for stride in t.stride()[:-1])
             assert 0 < t.shape[-1] <= 256
             assert t.shape[-1] % 8 == 0
             assert t.numel() > 0

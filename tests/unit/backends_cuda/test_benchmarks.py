@@ -97,6 +97,7 @@ def test_parts_of_the_suite_are_all_its_cases_once() -> None:
 
 ELSEWHERE = {
     "adamw": "stage optimizer",
+    "linear": "stage training; products bound it, not memory",
     "linear_cross_entropy": "stage training; products bound it, not memory",
 }
 """Native rows that bandwidth leaves to others."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from anychip import operators as specs
 from anychip_cuda import products
 from anychip_cuda.table import make_table
-from tests.unit.backends_cuda.conftest import drawn
+from tests.unit.backends_cuda.conftest import Chip, drawn
 from tests.unit.operators.exactness import assert_close as assert_near
 
 
@@ -100,6 +100,20 @@ def test_linear_bias_gradient_of_16_bit_rows_is_summed_in_float32() -> None:
     dbias = products.linear_backward(grad, x, weight, out_dtype=None, needs=(False, False, True))[2]
     assert dbias is not None
     assert dbias.tolist() == [1000.0]
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (7, 33), (300, 264), (0, 3)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_long_bias_gradient_is_the_sum_of_the_columns_by_the_kernel(
+    chip: Chip, dtype: torch.dtype, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "_LONG", 0)
+    grad, x, weight = drawn(*shape, dtype=dtype), drawn(shape[0], 1), drawn(shape[1], 1)
+    attrs: Any = {"out_dtype": None, "needs": (False, False, True)}
+    dx, dweight, dbias = chip.call("linear", "backward", grad, x, weight, **attrs)
+    assert dx is dweight is None
+    limit = shape[0] * 2.0**-24 * grad.double().abs().sum(0)
+    assert bool(((dbias.double() - grad.double().sum(0)).abs() <= limit).all())
 
 
 def test_rows_of_products_hold_the_switches_still(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
-// rms_norm and layer_norm over the rows of contiguous arrays, also of the sum with a residual.
+// rms_norm and layer_norm over the rows of contiguous arrays, also of the sum with a residual;
+// group_norm.
 //
 // rms_norm is a layer_norm whose mean is taken as 0: one launcher serves both. Addresses that are
 // nullptr are absent or not wanted.
@@ -59,5 +60,26 @@ cudaError_t norm_backward(const NormBackward& args, const NormScratch& scratch, 
 // The same of v = dropout(x) + residual: dx is dropped, dresidual is not.
 cudaError_t dropout_add_norm_backward(const NormBackward& args, const Drop& drop,
                                       const NormScratch& scratch, Place place);
+
+// The rows of group_norm over x (batch, count * channels, spatial...): row r is group r % count,
+// its columns are `channels` times `spatial` adjacent ones that share a number of weight and of
+// bias, which are (count * channels,) here as dweight and dbias are. At least one element, and
+// fewer than 2^31 rows. There is no residual.
+struct Groups {
+  int64_t count;
+  int64_t channels;
+  int64_t spatial;
+};
+cudaError_t group_norm_forward(const NormForward& args, const Groups& groups, Place place);
+
+// Rows are cut over at most `blocks` blocks, a multiple of the groups. For sums: float32 (2, parts,
+// count * channels) whose contents do not matter; with spatial 1 parts are blocks / count.
+struct GroupScratch {
+  float* partials;
+  int64_t blocks;
+  int64_t parts;
+};
+cudaError_t group_norm_backward(const NormBackward& args, const Groups& groups,
+                                const GroupScratch& scratch, Place place);
 
 }  // namespace anychip::cuda

@@ -6,8 +6,8 @@
 // longer than a tile is read again in every pass.
 #pragma once
 
+#include "columns.cuh"
 #include "reduce.cuh"
-#include "vector.cuh"
 
 namespace anychip::cuda {
 
@@ -35,6 +35,59 @@ __device__ __forceinline__ void load_parameter(const void* array, DType dtype, i
 // Rows have up to 2^30 columns: the number of a column is an int, and the registers that this
 // saves hold columns. What counts elements of a whole array is an int64_t.
 constexpr int kMostColumns = 1 << 30;
+
+// The numbers of weight and bias that a row's elements have: those of their columns.
+struct OwnColumns {
+  static constexpr bool kIsAlone = false;  // whether rows never have a residual
+  __device__ __forceinline__ OwnColumns of(int64_t) const { return {}; }
+  static constexpr __host__ __device__ unsigned groups() { return 1; }
+  template <int N>
+  __device__ __forceinline__ void load(const void* array, DType dtype, int column,
+                                       float (&to)[N]) const {
+    load_parameter(array, dtype, column, to);
+  }
+};
+
+// The numbers of weight and bias that a group has, of which row r is number r % count: those of its
+// channels, each of which is `spatial` columns. Where that is 1, vectors of them are aligned as
+// those of the rows are.
+struct OwnChannels {
+  static constexpr bool kIsAlone = true;
+  struct OfRow {
+    int64_t first;
+    unsigned spatial;
+
+    template <int N>
+    __device__ __forceinline__ void load(const void* array, DType dtype, int column,
+                                         float (&to)[N]) const {
+      if (spatial == 1) {
+        load_parameter(array, dtype, first + column, to);
+        return;
+      }
+      const unsigned channel = static_cast<unsigned>(column) / spatial;
+      unsigned inside = static_cast<unsigned>(column) - channel * spatial;
+      int64_t at = first + channel;
+      float value = load_as(array, dtype, at);
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        to[i] = value;
+        if (i + 1 < N && ++inside == spatial) {
+          inside = 0;
+          value = load_as(array, dtype, ++at);
+        }
+      }
+    }
+  };
+
+  unsigned count;
+  int channels;  // of one group
+  unsigned spatial;
+
+  __device__ __forceinline__ OfRow of(int64_t row) const {
+    return {int64_t{static_cast<uint32_t>(row) % count} * channels, spatial};
+  }
+  __host__ __device__ __forceinline__ unsigned groups() const { return count; }
+};
 
 // Columns from the first of a tile to the first of the next.
 template <int N, int kVectors>

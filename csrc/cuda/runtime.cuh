@@ -56,6 +56,22 @@ cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t 
 
 namespace anychip::cuda {
 
+// What any device of ours gives a block, and what every device gives it without being asked.
+constexpr int64_t kMostSharedBytes = 227 * 1024;
+constexpr int64_t kFreeSharedBytes = 48 * 1024;
+
+// Lets a kernel have `bytes` of dynamic shared memory besides `own` ones of its declarations, or
+// says that the device has not got them.
+template <class... Parameters>
+bool allow_shared(void (*kernel)(Parameters...), int64_t bytes, int64_t own) {
+  if (bytes + own <= kFreeSharedBytes) return true;
+  if (bytes + own > kMostSharedBytes) return false;
+  const auto attribute = cudaFuncAttributeMaxDynamicSharedMemorySize;
+  if (cudaFuncSetAttribute(kernel, attribute, static_cast<int>(bytes)) == cudaSuccess) return true;
+  cudaGetLastError();  // it is answered here, and not for the next launch to find
+  return false;
+}
+
 // Where a call runs: a device of this process and a stream of it, as torch's current ones.
 struct Place {
   int device = 0;

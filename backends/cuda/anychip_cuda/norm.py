@@ -1,7 +1,7 @@
 """Rows of norms: rms_norm, layer_norm, both of the sum with a residual, dropped or not; group_norm.
 
-group_norm is layer_norm's kernel with a group as a row, not torch's, which computes
-``x * scale + shift``: of two numbers that lie close to each other that leaves fewer digits.
+group_norm is layer_norm with a group as a row, not torch's, which computes ``x * scale + shift``:
+of two numbers that lie close to each other that leaves fewer digits.
 """
 
 from __future__ import annotations
@@ -13,9 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anychip.operators.norm import by_channel, channel_sum
 from anychip_cuda.native import Kernels, address, empty_like
 from anychip_cuda.table import Needs, declared
+
+_MOST_ROWS, _MOST_COLUMNS = 2**31 - 1, 2**30
+"""Of group_norm, whose rows are divided in 32 bits; the number of a column is an int."""
+_NUMBERS_PER_PART = 1024
+"""Of a channel, at least: partial results are few against what is read."""
 
 
 def _rows(x: Tensor) -> tuple[int, int]:
@@ -30,6 +34,17 @@ class Drop(NamedTuple):
     p: float
 
 
+Groups = tuple[int, int, int]
+"""How many there are, and the channels and the numbers per channel of each."""
+
+
+def _family(drop: Drop | None, groups: Groups | None) -> tuple[str, tuple[float, ...]]:
+    """What the kernels' names begin with, and which numbers they take besides those of a norm."""
+    if groups is not None:
+        return "group_norm", groups
+    return ("norm", ()) if drop is None else ("dropout_add_norm", (address(drop.rng), drop.p))
+
+
 def _normed(
     kernels: Kernels,
     x: Tensor,
@@ -40,18 +55,20 @@ def _normed(
     *,
     centred: bool,
     drop: Drop | None = None,
+    groups: Groups | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    """y, the stored sum, mean and rstd; the sum and the mean as far as there are such."""
+    """y, the stored sum, mean and rstd; the sum and the mean as far as there are such.
+
+    With ``groups`` x is (N * groups, numbers of a group).
+    """
     x, weight = x.contiguous(), weight.contiguous()
     residual = None if residual is None else residual.contiguous()
     bias = None if bias is None else bias.contiguous()
     y, total = empty_like(x), None if residual is None else empty_like(residual)
     rstd = x.new_empty(x.shape[:-1], dtype=torch.float32)
     mean = torch.empty_like(rstd) if centred else None
-    native = kernels.native
-    launch = native.norm_forward if drop is None else native.dropout_add_norm_forward
-    dropped = () if drop is None else (address(drop.rng), drop.p)
-    launch(
+    name, more = _family(drop, groups)
+    getattr(kernels.native, f"{name}_forward")(
         *map(address, (x, residual, weight, bias, y, total, mean, rstd)),
         *_rows(x),
         eps,
@@ -59,7 +76,7 @@ def _normed(
         kernels.codes[x.dtype if residual is None else residual.dtype],
         kernels.codes[weight.dtype],
         kernels.codes[weight.dtype if bias is None else bias.dtype],
-        *dropped,
+        *more,
         *kernels.place(x),
     )
     return y, total, mean, rstd
@@ -74,6 +91,7 @@ def _gradients(
     statistics: tuple[Tensor | None, Tensor],
     needs: Sequence[bool],
     drop: Drop | None = None,
+    groups: Groups | None = None,
 ) -> list[Tensor | None]:
     """Gradients of x, residual, weight and bias, as far as ``needs`` goes."""
     grad, normed, weight = grad.contiguous(), normed.contiguous(), weight.contiguous()
@@ -85,13 +103,19 @@ def _gradients(
         for need, like in zip(needs, (grad, normed, weight, weight), strict=True)
     ]
     num_rows, hidden = _rows(normed)
-    # A block has all threads that the registers of a multiprocessor leave.
-    blocks = max(1, min(kernels.multiprocessors(normed), num_rows))
-    partials = rstd.new_empty(sum(needs[2:]), blocks, hidden) if any(needs[2:]) else None
-    native = kernels.native
-    launch = native.norm_backward if drop is None else native.dropout_add_norm_backward
-    dropped = () if drop is None else (address(drop.rng), drop.p)
-    launch(
+    name, more = _family(drop, groups)
+    count, _, spatial = groups or (1, 1, 1)
+    # A block has all threads that the registers of a multiprocessor leave, and rows of one group.
+    multiprocessors = kernels.multiprocessors(normed)
+    parts = max(1, min(multiprocessors // count, num_rows // count))
+    blocks, columns = count * parts, count * hidden // spatial
+    if spatial > 1:
+        # As many warps as it holds, each with a channel's numbers or a part of them.
+        wanted = 64 * multiprocessors // columns
+        parts = max(1, min(wanted, normed.numel() // columns // _NUMBERS_PER_PART))
+    kinds = sum(needs[2:]) if spatial == 1 else 2
+    partials = rstd.new_empty(kinds, parts, columns) if any(needs[2:]) else None
+    getattr(kernels.native, f"{name}_backward")(
         *map(address, (grad, normed, dtotal, weight, mean, rstd, *made, partials)),
         blocks,
         num_rows,
@@ -99,7 +123,8 @@ def _gradients(
         kernels.codes[grad.dtype],
         kernels.codes[normed.dtype],
         kernels.codes[weight.dtype],
-        *dropped,
+        *more,
+        *(() if groups is None else (parts,)),
         *kernels.place(normed),
     )
     return made
@@ -155,17 +180,22 @@ def layer_norm_backward(
 # Over groups of channels
 
 
-def _groups(x: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
-    """(N * groups, numbers of a group), and a weight of ones for it."""
-    wide = x.float().reshape(x.shape[0] * num_groups, -1)
-    return wide, wide.new_ones(wide.shape[1])
+def _groups(x: Tensor, num_groups: int) -> Groups:
+    return num_groups, x.shape[1] // num_groups, prod(x.shape[2:])
 
 
-def _has_elements(x: Tensor, *_: object, **__: object) -> bool:
-    return x.numel() > 0
+def _by_group(x: Tensor, num_groups: int) -> Tensor:
+    """(N * groups, numbers of a group)."""
+    return x.contiguous().view(x.shape[0] * num_groups, -1)
 
 
-@declared.forward("group_norm", accepts=_has_elements)
+def _has_groups(x: Tensor, *_: object, num_groups: int, **__: object) -> bool:
+    """As many rows, and as long ones, as the kernels count; one without a number has no mean."""
+    rows = x.shape[0] * num_groups
+    return x.numel() > 0 and rows <= _MOST_ROWS and x.numel() // rows <= _MOST_COLUMNS
+
+
+@declared.forward("group_norm", accepts=_has_groups)
 def group_norm(
     kernels: Kernels,
     x: Tensor,
@@ -175,15 +205,13 @@ def group_norm(
     num_groups: int,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    normed, mean, rstd = layer_norm(kernels, *_groups(x, num_groups), None, eps=eps)
+    given = (_by_group(x, num_groups), None, weight, bias, eps)
+    y, _, mean, rstd = _normed(kernels, *given, centred=True, groups=_groups(x, num_groups))
     assert mean is not None
-    y = normed.view(x.shape).mul_(by_channel(x, weight))
-    if bias is not None:
-        y.add_(by_channel(x, bias))
-    return y.to(x.dtype), mean.view(-1, num_groups), rstd.view(-1, num_groups)
+    return y.view(x.shape), mean.view(-1, num_groups), rstd.view(-1, num_groups)
 
 
-@declared.backward("group_norm", accepts=_has_elements)
+@declared.backward("group_norm", accepts=_has_groups)
 def group_norm_backward(
     kernels: Kernels,
     grad: Tensor,
@@ -196,20 +224,10 @@ def group_norm_backward(
     eps: float,
     needs: Needs,
 ) -> tuple[Tensor | None, ...]:
-    rows, ones = _groups(x, num_groups)
-    dx = dweight = dbias = None
-    if needs[0]:
-        scaled = (grad.float() * by_channel(x, weight)).reshape(rows.shape)
-        saved: Any = (scaled, rows, ones, mean.reshape(-1), rstd.reshape(-1))
-        found = layer_norm_backward(kernels, *saved, eps=eps, needs=(True, False, False))[0]
-        assert found is not None
-        dx = found.view(x.shape).to(x.dtype)
-    if needs[1]:
-        normed = (rows - mean.reshape(-1, 1)).mul_(rstd.reshape(-1, 1)).view(x.shape)
-        dweight = channel_sum(normed.mul_(grad)).to(weight.dtype)
-    if needs[2]:
-        dbias = channel_sum(grad.float()).to(weight.dtype)
-    return dx, dweight, dbias
+    grads, rows = (_by_group(t, num_groups) for t in (grad, x))
+    given = (grads, rows, None, weight, (mean, rstd), (needs[0], False, *needs[1:]))
+    dx, _, *dweights = _gradients(kernels, *given, groups=_groups(x, num_groups))
+    return None if dx is None else dx.view(x.shape), *dweights
 
 
 def _has_sum(x: Tensor, residual: Tensor, *_: Tensor | None, **__: object) -> bool:

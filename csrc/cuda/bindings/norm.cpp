@@ -77,6 +77,19 @@ void bind_norm(py::module_& m) {
       [](const NormBackward& args, const NormScratch& scratch, Address rng, double p, Place place) {
         return dropout_add_norm_backward(args, {at<int64_t>(rng), p}, scratch, place);
       });
+  using Size = int64_t;
+  def_forward<Size, Size, Size>(
+      m, "group_norm_forward",
+      [](const NormForward& args, Size groups, Size channels, Size spatial, Place place) {
+        return group_norm_forward(args, {groups, channels, spatial}, place);
+      });
+  def_backward<Size, Size, Size, Size>(
+      m, "group_norm_backward",
+      [](const NormBackward& args, const NormScratch& scratch, Size groups, Size channels,
+         Size spatial, Size parts, Place place) {
+        const GroupScratch own{scratch.partials, scratch.blocks, parts};
+        return group_norm_backward(args, {groups, channels, spatial}, own, place);
+      });
 }
 
 }  // namespace anychip::cuda

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from anychip import operators as specs
 from anychip_cuda import norm
-from tests.unit.backends_cuda.conftest import Chip
+from tests.unit.backends_cuda.conftest import Chip, drawn
 from tests.unit.operators.exactness import assert_close
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -42,13 +42,15 @@ def _given(chip: Chip, rows: int, hidden: int, x: torch.dtype, residual: Any, bi
     )  # fmt: skip
 
 
-def _run(chip: Chip, given: Given, *, needs: Any = (True,) * 4) -> list[Tensor | None]:
+def _run(
+    chip: Chip, given: Given, *, needs: Any = (True,) * 4, drop: Any = None
+) -> list[Tensor | None]:
     """y and the stored sum, then gradients of x, residual, weight and bias."""
     centred = given.bias is not None
-    y, total, mean, rstd = norm._normed(chip.kernels, *given[:4], EPS, centred=centred)
+    y, total, mean, rstd = norm._normed(chip.kernels, *given[:4], EPS, centred=centred, drop=drop)
     normed = given.x if total is None else total
     gradients = norm._gradients(
-        chip.kernels, given.grad, normed, given.dtotal, given.weight, (mean, rstd), needs
+        chip.kernels, given.grad, normed, given.dtotal, given.weight, (mean, rstd), needs, drop
     )
     return [y, total, *gradients]
 
@@ -177,17 +179,6 @@ def _rng(chip: Chip) -> Tensor:
     return torch.tensor([3, 2**32 - 10], device=chip.device)
 
 
-def _dropped(chip: Chip, given: Given, p: float, needs: Any = (True,) * 4) -> list[Tensor | None]:
-    """As _run, of a call with dropout."""
-    drop, centred = norm.Drop(_rng(chip), p), given.bias is not None
-    y, total, mean, rstd = norm._normed(chip.kernels, *given[:4], EPS, centred=centred, drop=drop)
-    assert total is not None
-    gradients = norm._gradients(
-        chip.kernels, given.grad, total, given.dtotal, given.weight, (mean, rstd), needs, drop
-    )
-    return [y, total, *gradients]
-
-
 # With dropout a thread holds half as much: a tile of 512 threads ends at 4,096 float32 and 8,192
 # 16-bit elements, with a float32 residual at half of that.
 DROPPED = [
@@ -209,10 +200,39 @@ def test_norm_of_a_dropped_sum_and_gradients_equal_float64(
     total = specs.bias_dropout_add.forward(given.x.cpu(), given.residual.cpu(), rng, None, p=p)
     y, _, dx, *others = _exact(given._replace(x=total, residual=None))
     scale = specs.dropout.forward(torch.ones(rows, hidden), rng, p=p).double()
-    got = _dropped(chip, given, p)
+    got = _run(chip, given, drop=norm.Drop(_rng(chip), p))
     assert got[1] is not None
     assert torch.equal(got[1].cpu(), total)
     _check([got[0], *got[2:]], [y, dx * scale, *others], hidden)
+
+
+# Batch, groups, channels of each, their numbers: one each, by vectors, by ones, over tiles; vectors
+# within a channel, across some, behind a row's last whole one; more pieces of a channel than one.
+GROUPED = [
+    (9, 4, 256, 1, BF16), (70, 2, 5, 1, FP32), (2, 3, 8200, 1, FP16), (3, 40, 8, 1, FP32),
+    (2, 3, 4, 16, FP16), (3, 2, 2, 12, BF16), (3, 2, 10, 6, FP32), (2, 2, 8, 3, BF16),
+    (2, 1, 2, 5000, BF16), (1, 2, 1, 4003, FP32), (700, 1, 3, 8, BF16),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", GROUPED, ids=str)
+def test_groups_of_channels_equal_float64_whatever_is_wanted(chip: Chip, case: Any) -> None:
+    batch, groups, channels, spatial, dtype = case
+    x, grad = (drawn(batch, groups * channels, spatial, dtype=dtype, seed=s) for s in (0, 1))
+    x += 3.0  # a variance by the mean of squares would lose digits
+    weight, bias = (drawn(groups * channels, seed=s) for s in (2, 3))
+    attrs = {"num_groups": groups, "eps": EPS}
+    y, *saved = chip.call("group_norm", "forward", x, weight.to(dtype), bias, **attrs)
+    leaves = [t.double().requires_grad_() for t in (x, weight.to(dtype), bias)]
+    exact = torch.nn.functional.group_norm(leaves[0], groups, *leaves[1:], EPS)
+    given, whole = (grad, x, weight.to(dtype), *saved), None
+    for needs in itertools.product((True, False), repeat=3):
+        found = chip.call("group_norm", "backward", *given, **attrs, needs=needs)
+        whole = whole or found
+        for need, one, other in zip(needs, found, whole, strict=True):
+            assert torch.equal(one, other) if need else one is None
+    gradients = torch.autograd.grad(exact, leaves, grad.double())
+    _check([y, *(whole or ())], [exact.detach(), *gradients], channels * spatial)
 
 
 ARGUMENTS = {
@@ -221,9 +241,10 @@ ARGUMENTS = {
     "backward": "grad v dtotal weight mean rstd dx dresidual dweight dbias partials blocks rows"
     " hidden dtype residual_dtype weight_dtype",
 }
-NUMBERS: dict[str, float] = {"rows": 4, "hidden": 8, "eps": EPS, "blocks": 1, "p": 0.5} | (
-    dict.fromkeys("bias mean dtotal dx dresidual dbias".split(), 0)
-)
+NUMBERS: dict[str, float] = {
+    "rows": 4, "hidden": 8, "eps": EPS, "blocks": 1, "p": 0.5, "groups": 2, "channels": 4,
+    "spatial": 2, "parts": 1, **dict.fromkeys("bias mean dtotal dx dresidual dbias".split(), 0),
+}  # fmt: skip
 """All that is no address of a tensor."""
 WRONG: dict[str, list[dict[str, float]]] = {
     "norm_forward": [
@@ -233,6 +254,8 @@ WRONG: dict[str, list[dict[str, float]]] = {
     "norm_backward": [{"rstd": 0}, {"partials": 0}, {"blocks": 0}, {"grad": 0}, {"rows": -1}],
     "dropout_add_norm_forward": [{"rng": 0}, {"p": 1.5}, {"p": -0.1}, {"residual": 0}],
     "dropout_add_norm_backward": [{"rng": 0}, {"p": 1.5}],
+    "group_norm_forward": [{"groups": 0}, {"groups": 3}, {"channels": 2}, {"rows": 0}],
+    "group_norm_backward": [{"spatial": 3}, {"parts": 0}, {"partials": 0}, {"dx": 8}],
 }  # fmt: skip
 
 
@@ -243,6 +266,8 @@ def test_wrong_numbers_are_refused(chip: Chip, name: str, wrong: dict[str, float
     tensor = torch.ones(8, 8, device=chip.device)
     names = ARGUMENTS[name.rpartition("_")[2]].split()
     names += ["rng", "p"] if name.startswith("dropout") else []
+    if name.startswith("group"):
+        names += "groups channels spatial parts".split()[: 3 if "forward" in name else 4]
     given = {n: 0 if n.endswith("dtype") else NUMBERS.get(n, tensor.data_ptr()) for n in names}
     with pytest.raises(RuntimeError, match=f"^{name}: CUDA error 1"):
         getattr(chip.kernels.native, name)(*(given | wrong).values(), *chip.kernels.place(tensor))

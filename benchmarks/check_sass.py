@@ -46,6 +46,7 @@ VECTORISED = {
     r"^gather_kernel<uint4>": (LOADS, STORES),
     r"^backward_kernel<(?!\w+, 1,)": (LOADS, STORES),
     r"^(forward_kernel<(?!\w+, 1,)|chunk_norms_kernel|squares_kernel)": (LOADS,),
+    r"^long_(forward|backward)_kernel": (LOADS, STORES),
     r"^channel_sums_kernel<\w+, (?!1>)": (LOADS,),
     r"^(quantize_vector_kernel|(largest|codes)_kernel<\w+, true>)": (LOADS,),  # 4 or 8 bits out
     r"^dequantize_kernel<true>": (STORES,),

@@ -1,6 +1,8 @@
 // How softmax sees a row: which threads have it, its scores, and where a mask or bias has its own.
 #pragma once
 
+#include <type_traits>
+
 #include "columns.cuh"
 #include "reduce.cuh"
 #include "softmax.h"
@@ -9,7 +11,7 @@ namespace anychip::cuda {
 
 constexpr int kWarpRows = 4;        // rows of a block whose rows belong to a warp each
 constexpr int kRowThreads = 512;    // at most, of a row in registers: 128 registers a thread
-constexpr int kLongThreads = 1024;  // of a row that is read twice
+constexpr int kLongThreads = 1024;  // at most, of a longer row
 
 // fmaxf leaves NaN out, which is what is wanted here: a NaN comes back in the sum.
 struct Larger {
@@ -86,9 +88,10 @@ struct RowExtras {
   __device__ __forceinline__ void scores(const Softmax& call, const Adjacent<N, T>& x, int64_t key,
                                          int64_t visible, float (&scores)[N]) const {
 #pragma unroll
-    for (int i = 0; i < N; ++i) scores[i] = x[i] * call.scale;
-    if (bias != nullptr) add_bias(call, key, scores);
-    if (mask != nullptr) hide(call, key, scores);
+    for (int i = 0; i < N; ++i) scores[i] = __fmul_rn(x[i], call.scale);
+    if (bias != nullptr) add_bias(call, key, visible, scores);
+    if (mask != nullptr) hide(call, key, visible, scores);
+    if (key + N <= visible) return;
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       if (key + i >= visible) scores[i] = -INFINITY;
@@ -97,28 +100,31 @@ struct RowExtras {
 
  private:
   template <int N>
-  __device__ __forceinline__ void hide(const Softmax& call, int64_t key, float (&scores)[N]) const {
+  __device__ __forceinline__ void hide(const Softmax& call, int64_t key, int64_t visible,
+                                       float (&scores)[N]) const {
     const uint8_t* own = mask + key * call.mask.key_stride;
-    if (call.mask.key_stride == 1 && reinterpret_cast<uintptr_t>(own) % N == 0) {
+    if (call.mask.key_stride == 1 && reinterpret_cast<uintptr_t>(own) % N == 0 &&
+        key + N <= visible) {
       const Adjacent<N, uint8_t> seen = load_adjacent<N>(own);
 #pragma unroll
       for (int i = 0; i < N; ++i) scores[i] = seen.at(i) == 0 ? -INFINITY : scores[i];
     } else {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
+        if (key + i >= visible) continue;
         scores[i] = own[i * call.mask.key_stride] == 0 ? -INFINITY : scores[i];
       }
     }
   }
 
   template <int N>
-  __device__ __forceinline__ void add_bias(const Softmax& call, int64_t key,
+  __device__ __forceinline__ void add_bias(const Softmax& call, int64_t key, int64_t visible,
                                            float (&scores)[N]) const {
     const bool is_own = call.bias_dtype != DType::kFloat32;
     const int64_t at = bias_at + key * call.bias.key_stride;
     const int64_t size = is_own ? sizeof(T) : sizeof(float);
     // The same for a row's threads but where rows are not a multiple of the access.
-    const bool aligned = N > 1 && call.bias.key_stride == 1 &&
+    const bool aligned = N > 1 && call.bias.key_stride == 1 && key + N <= visible &&
                          (reinterpret_cast<uintptr_t>(bias) + at * size) % kAccessBytes == 0;
     if (aligned && is_own) {
       const Adjacent<N, T> own = load_adjacent<N>(static_cast<const T*>(bias) + at);
@@ -131,6 +137,7 @@ struct RowExtras {
     } else {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
+        if (key + i >= visible) continue;
         const int64_t one = at + i * call.bias.key_stride;
         scores[i] += is_own ? to_float(static_cast<const T*>(bias)[one])
                             : static_cast<const float*>(bias)[one];
@@ -138,6 +145,78 @@ struct RowExtras {
     }
   }
 };
+
+// How many elements a row begins behind a 16-byte boundary.
+template <class T>
+__device__ __forceinline__ int elements_before(const T* row) {
+  return static_cast<int>(reinterpret_cast<uintptr_t>(row) % kAccessBytes / sizeof(T));
+}
+
+// N elements of a row from `key` on, 0 for those from `end` on. The row begins `before` elements
+// behind a 16-byte boundary: two accesses hold the elements, unless one would leave the row.
+template <int N, class T>
+__device__ __forceinline__ Adjacent<N, T> load_within(const T* row, int64_t key, int64_t end,
+                                                      int before) {
+  if (before == 0 && key + N <= end) return load_adjacent<N>(row + key);
+  if (key < before || key - before + 2 * N > end) {
+    T values[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) values[i] = key + i < end ? row[key + i] : from_float<T>(0.0f);
+    Adjacent<N, T> gathered;
+    memcpy(gathered.words, values, sizeof(values));
+    return gathered;
+  }
+  constexpr int kWords = kAccessBytes / sizeof(uint32_t);
+  const Adjacent<N, T> low = load_adjacent<N>(row + key - before);
+  const Adjacent<N, T> high = load_adjacent<N>(row + key - before + N);
+  const unsigned bytes = before * sizeof(T);
+  // By 8 bytes, 4 and 2: an index that the compiler does not know would put the words in memory.
+  uint32_t words[2 * kWords];
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    words[i] = low.words[i];
+    words[kWords + i] = high.words[i];
+  }
+#pragma unroll
+  for (int i = 0; i < kWords + 2; ++i) words[i] = bytes & 8 ? words[i + 2] : words[i];
+#pragma unroll
+  for (int i = 0; i < kWords + 1; ++i) words[i] = bytes & 4 ? words[i + 1] : words[i];
+  Adjacent<N, T> found;
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    const uint64_t both = uint64_t{words[i + 1]} << 32 | words[i];
+    found.words[i] = static_cast<uint32_t>(both >> (bytes & 2 ? 16 : 0));
+  }
+  return found;
+}
+
+// body(width, key) for the elements of a row up to `end`: vectors of N, one by one those in front
+// of the first 16-byte boundary, `head` of them, and those behind the last vector.
+// kAhead vectors are loaded before the first is used.
+template <int N, int kAhead, class Body>
+__device__ __forceinline__ void for_each_access(const RowThreads<false>& threads, int64_t head,
+                                                int64_t end, Body body) {
+  const auto one = std::integral_constant<int, 1>{};
+  const int64_t begin = head < end ? head : end;
+  const int64_t tail = begin + (end - begin) / N * N;
+  for (int64_t key = threads.lane; key < begin; key += threads.count) body(one, key);
+#pragma unroll kAhead
+  for (int64_t key = begin + int64_t{threads.lane} * N; key < tail; key += threads.count * N) {
+    body(std::integral_constant<int, N>{}, key);
+  }
+  for (int64_t key = tail + threads.lane; key < end; key += threads.count) body(one, key);
+}
+
+// Copies the elements of a row up to `end` to shared memory, which lies as the row does.
+template <class T>
+__device__ __forceinline__ void copy_row(const RowThreads<false>& threads,
+                                         const T* __restrict__ row, T* __restrict__ to,
+                                         int64_t end) {
+  constexpr int N = kWidth<T>;
+  for_each_access<N, 4>(threads, (N - elements_before(row)) % N, end, [&](auto width, int64_t key) {
+    store_adjacent(to + key, load_adjacent<decltype(width)::value>(row + key));
+  });
+}
 
 // What is taken off the scores before exp: the row's largest one, unless nothing is visible.
 __device__ __forceinline__ float base_of(float largest) {

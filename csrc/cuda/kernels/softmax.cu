@@ -3,9 +3,15 @@
 // Note: Three ways to hold a row
 //   A warp has a row of up to 1,024 keys, a block one of up to 16,384, in registers: each element
 //   is read once. (Half of both for rows that cannot be read in vectors, and for float32
-//   gradients.) A longer row is read twice, the second time mostly from the second-level cache: the
-//   forward pass joins maximum and sum in the first reading (Milakov and Gimelshein 2018). Keys
-//   that causality hides are not read.
+//   gradients.) A longer row is copied to shared memory, as it lies: vectors, but for the elements
+//   in front of its first 16-byte boundary and behind its last. One that does not fit is read
+//   twice, the second time mostly from the second-level cache: the forward pass joins maximum and
+//   sum in the first look at it (Milakov and Gimelshein 2018). Keys that causality hides are not
+//   read.
+//
+// Note: The same sums wherever a row lies
+//   What a thread adds of a long row depends on no address: vectors that are no access are put
+//   together from two. Where results alone are made, the accesses decide who makes them.
 #include "softmax.h"
 
 #include "softmax_rows.cuh"
@@ -19,7 +25,7 @@ template <int N>
 constexpr int kHeld = N == 1 ? 16 : 32;
 template <class T, int N>
 constexpr int kHeldGradients = N == 1 || sizeof(T) == 4 ? 16 : 32;
-constexpr int kAhead = 2;  // vectors of a long row that are loaded before the first is used
+constexpr int kAhead = 2;  // vectors of a long row that are looked at together
 
 template <class T, int N, int kVectors, bool kWarp>
 __global__ void __launch_bounds__(kWarp ? kWarpRows * 32 : kRowThreads)
@@ -78,48 +84,60 @@ __device__ __forceinline__ void scores_at(const Softmax& call, const RowExtras<T
   if (key < visible) extras.scores(call, raw, key, visible, scores);
 }
 
-template <class T, int N>
+// With kOnce shared memory has room for the row.
+template <class T, bool kOnce>
 __global__ void __launch_bounds__(kLongThreads)
     long_forward_kernel(const T* __restrict__ x, T* __restrict__ y, Softmax call) {
+  constexpr int N = kWidth<T>;
   ANYCHIP_SHARED(float, scratch, kMaxWarps);
+  ANYCHIP_DYNAMIC_SHARED(T, room);
   const RowThreads<false> threads;
   const int64_t visible = visible_keys(call, threads.row);
   const int64_t first = threads.row * call.keys;
   const int64_t step = int64_t{threads.count} * N;
+  const int before = elements_before(x + first);
+  const T* row = kOnce ? room + before : x + first;
+  if constexpr (kOnce) {
+    copy_row(threads, x + first, room + before, visible);
+    __syncthreads();
+  }
   const RowExtras<T> extras(call, threads.row);
   float largest = -INFINITY;
   float sum = 0.0f;  // of exp(score - base_of(largest))
   for (int64_t begin = int64_t{threads.lane} * N; begin < visible; begin += kAhead * step) {
-    Adjacent<N, T> raw[kAhead];
+    float scores[kAhead][N];
+    float larger = largest;
 #pragma unroll
     for (int ahead = 0; ahead < kAhead; ++ahead) {
       const int64_t key = begin + ahead * step;
-      raw[ahead] = key < visible ? load_adjacent<N>(x + first + key) : Adjacent<N, T>{};
+      const Adjacent<N, T> raw =
+          key < visible ? load_within<N>(row, key, visible, before) : Adjacent<N, T>{};
+      scores_at<T, N>(call, extras, raw, key, visible, scores[ahead]);
+#pragma unroll
+      for (int i = 0; i < N; ++i) larger = fmaxf(larger, scores[ahead][i]);
     }
+    const float base = base_of(larger);
+    sum *= expf(largest - base);
 #pragma unroll
     for (int ahead = 0; ahead < kAhead; ++ahead) {
-      float scores[N];
-      scores_at<T, N>(call, extras, raw[ahead], begin + ahead * step, visible, scores);
-      float larger = largest;
 #pragma unroll
-      for (int i = 0; i < N; ++i) larger = fmaxf(larger, scores[i]);
-      const float base = base_of(larger);
-      sum *= expf(largest - base);
-#pragma unroll
-      for (int i = 0; i < N; ++i) sum += expf(scores[i] - base);
-      largest = larger;
+      for (int i = 0; i < N; ++i) sum += expf(scores[ahead][i] - base);
     }
+    largest = larger;
   }
   const float base = base_of(threads.reduce(largest, scratch, Larger{}));
   const float inverse = inverse_of(threads.reduce(sum * expf(largest - base), scratch, Sum{}));
-  for (int64_t key = int64_t{threads.lane} * N; key < call.keys; key += step) {
-    const Adjacent<N, T> raw = key < visible ? load_adjacent<N>(x + first + key) : Adjacent<N, T>{};
-    float weights[N];
-    scores_at<T, N>(call, extras, raw, key, visible, weights);
+  const bool alike = elements_before(y + first) == before;
+  for_each_access<N, 1>(
+      threads, alike ? (N - before) % N : call.keys, call.keys, [&](auto width, int64_t key) {
+        constexpr int M = decltype(width)::value;
+        float weights[M];
+        const Adjacent<M, T> raw = key < visible ? load_adjacent<M>(row + key) : Adjacent<M, T>{};
+        scores_at<T, M>(call, extras, raw, key, visible, weights);
 #pragma unroll
-    for (int i = 0; i < N; ++i) weights[i] = expf(weights[i] - base) * inverse;
-    store(y + first + key, weights);
-  }
+        for (int i = 0; i < M; ++i) weights[i] = expf(weights[i] - base) * inverse;
+        store(y + first + key, weights);
+      });
 }
 
 // ds of N elements, added to sum; dx is stored unless it is not wanted.
@@ -176,37 +194,64 @@ __global__ void __launch_bounds__(kWarp ? kWarpRows * 32 : kRowThreads)
   if (wanted.row_sums != nullptr) wanted.row_sums[threads.row] = sum;
 }
 
-template <class T, int N>
+// With kOnce shared memory has room for both rows, each of `room_keys` elements.
+template <class T, bool kOnce>
 __global__ void __launch_bounds__(kLongThreads)
     long_backward_kernel(const T* __restrict__ grad, const T* __restrict__ y,
-                         SoftmaxGradients wanted, Softmax call) {
+                         SoftmaxGradients wanted, Softmax call, int64_t room_keys) {
+  constexpr int N = kWidth<T>;
   ANYCHIP_SHARED(float, scratch, kMaxWarps);
+  ANYCHIP_DYNAMIC_SHARED(T, room);
   const RowThreads<false> threads;
   const int64_t visible = visible_keys(call, threads.row);
   const int64_t first = threads.row * call.keys;
   const int64_t step = int64_t{threads.count} * N;
+  const int before_grad = elements_before(grad + first);
+  const int before_y = elements_before(y + first);
+  const T* grad_row = kOnce ? room + before_grad : grad + first;
+  const T* y_row = kOnce ? room + room_keys + before_y : y + first;
+  if constexpr (kOnce) {
+    // A vector ends up to N elements behind what is visible.
+    const int64_t end = min(visible + N, call.keys);
+    copy_row(threads, grad + first, room + before_grad, end);
+    copy_row(threads, y + first, room + room_keys + before_y, end);
+    __syncthreads();
+  }
   float products = 0.0f;
 #pragma unroll kAhead
   for (int64_t key = int64_t{threads.lane} * N; key < visible; key += step) {
-    const Adjacent<N, T> own_grad = load_adjacent<N>(grad + first + key);
-    const Adjacent<N, T> own_y = load_adjacent<N>(y + first + key);
+    const Adjacent<N, T> own_grad = load_within<N>(grad_row, key, visible, before_grad);
+    const Adjacent<N, T> own_y = load_within<N>(y_row, key, visible, before_y);
 #pragma unroll
     for (int i = 0; i < N; ++i) products += own_grad[i] * own_y[i];
   }
   const float inner = threads.reduce(products, scratch, Sum{});
+  if (threads.lane == 0 && wanted.inner != nullptr) wanted.inner[threads.row] = inner;
+  T* const dx = static_cast<T*>(wanted.dx);
   float sum = 0.0f;
-  for (int64_t key = int64_t{threads.lane} * N; key < call.keys; key += step) {
-    const bool is_visible = key < visible;
-    const Adjacent<N, T> own_grad =
-        is_visible ? load_adjacent<N>(grad + first + key) : Adjacent<N, T>{};
-    const Adjacent<N, T> own_y = is_visible ? load_adjacent<N>(y + first + key) : Adjacent<N, T>{};
-    store_gradient(static_cast<T*>(wanted.dx), first + key, own_grad, own_y, inner, call.scale,
-                   sum);
+  if (dx != nullptr) {
+    const bool alike = before_y == before_grad && elements_before(dx + first) == before_grad;
+    for_each_access<N, 1>(
+        threads, alike ? (N - before_y) % N : call.keys, call.keys, [&](auto width, int64_t key) {
+          constexpr int M = decltype(width)::value;
+          Adjacent<M, T> own_grad{}, own_y{};
+          if (key < visible) {
+            own_grad = load_adjacent<M>(grad_row + key);
+            own_y = load_adjacent<M>(y_row + key);
+          }
+          store_gradient(dx, first + key, own_grad, own_y, inner, call.scale, sum);
+        });
   }
-  if (wanted.row_sums != nullptr) sum = threads.reduce(sum, scratch, Sum{});
-  if (threads.lane != 0) return;
-  if (wanted.inner != nullptr) wanted.inner[threads.row] = inner;
-  if (wanted.row_sums != nullptr) wanted.row_sums[threads.row] = sum;
+  if (wanted.row_sums == nullptr) return;
+  // In an order that depends on no address.
+  sum = 0.0f;
+  for (int64_t key = int64_t{threads.lane} * N; key < visible; key += step) {
+    const Adjacent<N, T> own_grad = load_within<N>(grad_row, key, visible, before_grad);
+    const Adjacent<N, T> own_y = load_within<N>(y_row, key, visible, before_y);
+    store_gradient<T, N>(nullptr, 0, own_grad, own_y, inner, call.scale, sum);
+  }
+  sum = threads.reduce(sum, scratch, Sum{});
+  if (threads.lane == 0) wanted.row_sums[threads.row] = sum;
 }
 
 // A thread has N keys of an entry's row, and walks over the rows of its part that share it.
@@ -266,8 +311,30 @@ Shape shape_of(Hold hold, const Softmax& call, int held) {
     return {dim3(static_cast<unsigned>(ceil_div(call.rows, kWarpRows))), dim3(kWarpRows * 32)};
   }
   const int64_t warps = ceil_div(call.keys, int64_t{held} * 32);
-  const int64_t threads = hold == Hold::kLong ? kLongThreads : warps * 32;
-  return {dim3(static_cast<unsigned>(call.rows)), dim3(static_cast<unsigned>(threads))};
+  return {dim3(static_cast<unsigned>(call.rows)), dim3(static_cast<unsigned>(warps * 32))};
+}
+
+// Elements of shared memory for a long row that begins anywhere in an access; the last of it, too.
+template <class T>
+int64_t room_of(int64_t keys) {
+  return ceil_div(keys, kWidth<T>) * kWidth<T> + 2 * kWidth<T>;
+}
+
+// Launches once(threads, bytes) where `bytes` of shared memory are there for a row, else
+// twice(threads, 0). Two blocks share a multiprocessor where they can: one loads while the other
+// computes.
+template <class Once, class Twice, class... Arguments>
+cudaError_t launch_long(Once once, Twice twice, int64_t bytes, const Softmax& call,
+                        const Place& place, Arguments... arguments) {
+  constexpr int64_t kScratchBytes = kMaxWarps * sizeof(float);
+  const dim3 grid(static_cast<unsigned>(call.rows));
+  if (!allow_shared(once, bytes, kScratchBytes)) {
+    return launch(twice, grid, dim3(kLongThreads), 0, place.stream, arguments...);
+  }
+  // A block has another KiB that the runtime needs.
+  const bool is_half = 2 * (bytes + kScratchBytes + 1024) <= kMostSharedBytes + 1024;
+  return launch(once, grid, dim3(is_half ? kLongThreads / 2 : kLongThreads),
+                static_cast<size_t>(bytes), place.stream, arguments...);
 }
 
 bool is_valid(const Softmax& call) {
@@ -294,7 +361,9 @@ cudaError_t launch_forward(const T* x, T* y, const Softmax& call, const Place& p
       return launch(forward_kernel<T, N, kVectors, false>, grid, block, 0, place.stream, x, y,
                     call);
     case Hold::kLong:
-      return launch(long_forward_kernel<T, N>, grid, block, 0, place.stream, x, y, call);
+      return launch_long(long_forward_kernel<T, true>, long_forward_kernel<T, false>,
+                         room_of<T>(call.keys) * static_cast<int64_t>(sizeof(T)), call, place, x, y,
+                         call);
   }
   return cudaErrorInvalidValue;
 }
@@ -317,8 +386,9 @@ cudaError_t launch_backward(const T* grad, const T* y, const SoftmaxGradients& w
       return launch(backward_kernel<T, N, kVectors, false>, grid, block, 0, place.stream, grad, y,
                     wanted, call);
     case Hold::kLong:
-      return launch(long_backward_kernel<T, N>, grid, block, 0, place.stream, grad, y, wanted,
-                    call);
+      return launch_long(long_backward_kernel<T, true>, long_backward_kernel<T, false>,
+                         2 * room_of<T>(call.keys) * static_cast<int64_t>(sizeof(T)), call, place,
+                         grad, y, wanted, call, room_of<T>(call.keys));
   }
   return cudaErrorInvalidValue;
 }

@@ -10,8 +10,9 @@ from tests.unit.backends_cuda.conftest import Chip, drawn
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # One key; beside a vector and a warp's vectors; to the last key of a warp's registers (256, 512,
-# 1,024), of a block's (8,192 or 16,384), and behind it; those that are no multiple of a vector.
-KEYS = (1, 8, 17, 250, 256, 264, 512, 516, 1024, 1025, 1032, 8192, 8200, 8203, 16384, 16392)
+# 1,024), of a block's (8,192 or 16,384), and behind it; those that are no multiple of a vector;
+# more than shared memory holds of float32 (58,072), or of two arrays of 16 bits.
+KEYS = (1, 8, 17, 250, 256, 264, 512, 516, 1024, 1025, 1032, 8192, 8200, 8203, 16384, 16392, 58109)
 
 
 def _forward(chip: Chip, *args: Tensor | None, scale: float = 1.0, causal: bool = False) -> Tensor:
@@ -20,26 +21,14 @@ def _forward(chip: Chip, *args: Tensor | None, scale: float = 1.0, causal: bool 
     return y
 
 
-def _backward(
-    chip: Chip,
-    grad: Tensor,
-    y: Tensor,
-    bias: Tensor | None = None,
-    *,
-    needs: tuple[bool, bool] = (True, True),
-    **attrs: Any,
-) -> Any:
+def _backward(chip: Chip, *args: Tensor, needs: Any = (True, True), **attrs: Any) -> Any:
+    grad, y, bias = (*args, None)[:3]
     given = {"scale": 1.0, "causal": False, **attrs}
     return chip.call("softmax", "backward", grad, y, bias, **given, needs=needs)
 
 
-def _double(
-    x: Tensor,
-    mask: Tensor | None = None,
-    bias: Tensor | None = None,
-    scale: float = 1.0,
-    causal: bool = False,
-) -> Tensor:
+def _double(x: Tensor, *extras: Tensor, scale: float = 1.0, causal: bool = False) -> Tensor:
+    mask, bias = (*extras, None, None)[:2]
     scores = x.double() * scale + (0.0 if bias is None else bias.double())
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
@@ -79,6 +68,23 @@ def test_rows_of_any_length_are_those_of_float64(chip: Chip, dtype: torch.dtype,
     assert not y[:, 3::7].any()
     assert _is_near(dx, 0.5 * want, size)
     assert _is_near(dbias, want.sum(0), size.sum(0))
+
+
+@pytest.mark.parametrize("keys", [16391, 58109])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_long_rows_have_the_same_bits_at_any_place(chip: Chip, dtype: Any, keys: int) -> None:
+    # Rows behind a boundary by other numbers of elements, and those of results by others again.
+    rows = [drawn(1, keys, dtype=dtype, seed=seed).repeat(3, 1) for seed in (0, 1)]
+    bias, attrs = torch.zeros(3, 1, device=chip.device), {"scale": 0.5, "causal": False}
+    forward, backward = (chip.table.rows("softmax", d)[0].function for d in ("forward", "backward"))
+    found = []
+    for shift in (0, 3):
+        x, grad = (chip.at(t.flatten(), shift).view(3, keys) for t in rows)
+        y = forward(x, None, None, **attrs)
+        given = (grad, chip.at(y.flatten(), shift).view(3, keys), bias)
+        alone = backward(*given, **attrs, needs=(False, True))[1]
+        found += [*torch.cat((y, alone, *backward(*given, **attrs, needs=(True, True))), 1)]
+    assert all(torch.equal(found[0], one) for one in found)
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 9, 9), (2, 7, 3), (3, 1, 40), (2, 40, 1032)], ids=str)

@@ -61,10 +61,8 @@ def linear(
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
-@declared.backward(
-    "linear", accepts=lambda grad, *_, needs, **__: needs[2] and grad.numel() >= _LONG
-)
-def linear_backward_with_bias(
+@declared.backward("linear", accepts=lambda grad, *_, **__: grad.numel() >= _LONG)
+def linear_backward_of_many(
     kernels: Kernels,
     grad: Tensor,
     x: Tensor,
@@ -76,7 +74,7 @@ def linear_backward_with_bias(
     others = (needs[0], needs[1], False)
     dx, dweight, _ = linear_backward(grad, x, weight, out_dtype=out_dtype, needs=others)
     rows = grad.reshape(-1, grad.shape[-1])
-    return dx, dweight, summed_columns(kernels, rows, weight.dtype)
+    return dx, dweight, summed_columns(kernels, rows, weight.dtype) if needs[2] else None
 
 
 @declared.backward("linear", kind="mapped")

@@ -185,7 +185,8 @@ def test_sums_are_carried_and_divided_as_the_reference_does(chip: Chip, count: i
     native, place = chip.kernels.native, chip.kernels.place(ratios)
     native.ratios_of_sums(rows.data_ptr(), count, ratios.data_ptr(), *place)
     assert torch.equal(rows.cpu(), given)
-    assert same(ratios, trust_ratios(given))
+    # Of infinity over infinity a chip makes a NaN of its own.
+    torch.testing.assert_close(ratios.cpu(), trust_ratios(given), rtol=0, atol=0, equal_nan=True)
     assert len(set(ratios.tolist())) > 2, "it is not asked much"
     native.carry_sums(rows.data_ptr(), 2 * count, *place)
     assert torch.equal(rows.cpu(), carried(given))

@@ -116,6 +116,7 @@ __device__ __forceinline__ void store_tile(const NormForward& args, const Parame
 template <class T, class R, int N, int V, class Rule, class Parameters>
 __global__ void __launch_bounds__(kForwardThreads, 1)
     norm_forward_kernel(NormForward args, Rule rule, Parameters parameters) {
+  if constexpr (Parameters::kIsAlone) args.residual = args.total = nullptr;
   ANYCHIP_SHARED(float, scratch, kMaxWarps);
   const int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
   // Only rows of one warp share a block, and these meet at no barrier.

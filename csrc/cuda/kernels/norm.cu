@@ -26,12 +26,14 @@ cudaError_t sum_blocks(const NormBackward& args, const float* partials, int64_t 
   return cudaSuccess;
 }
 
-// visit(T{}, R{}): the element types of x and of the residual.
-template <class Visit>
+// visit(T{}, R{}): the element types of x and of the residual, the same without one.
+template <bool kIsAlone, class Visit>
 cudaError_t visit_types(DType dtype, DType residual_dtype, Visit&& visit) {
   return visit_dtype(dtype, [&](auto element) -> cudaError_t {
     if (residual_dtype == dtype) return visit(element, element);
-    if (residual_dtype == DType::kFloat32) return visit(element, float{});
+    if constexpr (!kIsAlone) {
+      if (residual_dtype == DType::kFloat32) return visit(element, float{});
+    }
     return cudaErrorInvalidValue;
   });
 }
@@ -98,21 +100,22 @@ cudaError_t forward(const NormForward& args, const Rule& rule, const Parameters&
   if (args.rows == 0) return cudaSuccess;
   if (args.rstd == nullptr || (args.hidden > 0 && !has_rows)) return cudaErrorInvalidValue;
   if ((args.residual == nullptr) != (args.total == nullptr)) return cudaErrorInvalidValue;
-  return visit_types(args.dtype, args.residual_dtype, [&](auto element, auto wide) {
-    using T = decltype(element);
-    using R = decltype(wide);
-    const bool aligned =
-        are_vectorizable({args.x, args.residual, args.weight, args.bias, args.y, args.total},
-                         args.hidden * static_cast<int64_t>(sizeof(T)));
-    return visit_layout<T, kRuleVectors<T, R, Rule>>(aligned, args.hidden, [&](auto layout) {
-      constexpr int N = layout.width, V = layout.vectors;
-      const int threads = threads_of_row<N, V>(args.hidden, kForwardThreads);
-      const int rows = threads == kWarp ? kWarpRows : 1;
-      const dim3 grid(static_cast<unsigned>(ceil_div(args.rows, rows)));
-      return launch(norm_forward_kernel<T, R, N, V, Rule, Parameters>, grid, dim3(threads, rows), 0,
-                    place.stream, args, rule, parameters);
-    });
-  });
+  return visit_types<Parameters::kIsAlone>(
+      args.dtype, args.residual_dtype, [&](auto element, auto wide) {
+        using T = decltype(element);
+        using R = decltype(wide);
+        const bool aligned =
+            are_vectorizable({args.x, args.residual, args.weight, args.bias, args.y, args.total},
+                             args.hidden * static_cast<int64_t>(sizeof(T)));
+        return visit_layout<T, kRuleVectors<T, R, Rule>>(aligned, args.hidden, [&](auto layout) {
+          constexpr int N = layout.width, V = layout.vectors;
+          const int threads = threads_of_row<N, V>(args.hidden, kForwardThreads);
+          const int rows = threads == kWarp ? kWarpRows : 1;
+          const dim3 grid(static_cast<unsigned>(ceil_div(args.rows, rows)));
+          return launch(norm_forward_kernel<T, R, N, V, Rule, Parameters>, grid,
+                        dim3(threads, rows), 0, place.stream, args, rule, parameters);
+        });
+      });
 }
 
 template <class Rule, class Parameters>
@@ -127,17 +130,18 @@ cudaError_t backward(const NormBackward& args, const Rule& rule, const Parameter
   if (!has_rows || args.rstd == nullptr) return cudaErrorInvalidValue;
   if (scratch.blocks < parameters.groups()) return cudaErrorInvalidValue;
   if (has_sums && scratch.partials == nullptr) return cudaErrorInvalidValue;
-  return visit_types(args.dtype, args.residual_dtype, [&](auto element, auto wide) {
-    using T = decltype(element);
-    using R = decltype(wide);
-    const bool aligned = are_vectorizable(
-        {args.grad, args.v, args.dtotal, args.weight, args.dx, args.dresidual, scratch.partials},
-        args.hidden * static_cast<int64_t>(sizeof(T)));
-    return visit_layout<T, kRuleVectors<T, R, Rule>>(aligned, args.hidden, [&](auto layout) {
-      return launch_backward<T, R, layout.width, layout.vectors>(args, rule, parameters, scratch,
-                                                                 place);
-    });
-  });
+  return visit_types<Parameters::kIsAlone>(
+      args.dtype, args.residual_dtype, [&](auto element, auto wide) {
+        using T = decltype(element);
+        using R = decltype(wide);
+        const bool aligned = are_vectorizable({args.grad, args.v, args.dtotal, args.weight, args.dx,
+                                               args.dresidual, scratch.partials},
+                                              args.hidden * static_cast<int64_t>(sizeof(T)));
+        return visit_layout<T, kRuleVectors<T, R, Rule>>(aligned, args.hidden, [&](auto layout) {
+          return launch_backward<T, R, layout.width, layout.vectors>(args, rule, parameters,
+                                                                     scratch, place);
+        });
+      });
 }
 
 // A thread loads this many vectors of a channel before it adds the first.

@@ -12,7 +12,7 @@ from torch import Tensor
 from anychip.operators.lamb import trust_ratios
 from anychip.operators.squares import NUM_DIGITS, WIDTH, carried, rows_of
 from anychip_cuda import lists
-from tests.unit.backends_cuda.conftest import Chip, drawn, same
+from tests.unit.backends_cuda.conftest import Chip, drawn
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=["fp32", "bf16", "fp16"])

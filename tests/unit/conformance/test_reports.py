@@ -207,12 +207,13 @@ def test_junit_and_page_survive_control_characters(wrong: Report) -> None:
 def test_calls_of_a_step_are_those_of_the_decoder() -> None:
     calls = priorities.calls_per_step("GPT")
     layers = priorities.LAYERS
-    assert calls["layer_norm"] == 2 * (2 * layers + 1)
+    assert calls["layer_norm"] == 2 * (layers + 1)
+    assert calls["add_layer_norm"] == 2 * layers
     assert calls["attention"] == calls["gelu"] == 2 * layers
     assert calls["linear"] == 2 * (4 * layers + 1)
     assert calls["cross_entropy"] == 2
     assert calls["adamw"] == 1
-    assert priorities.calls_per_step("Llama")["rms_norm"] == 2 * (2 * layers + 1)
+    assert priorities.calls_per_step("Llama")["add_rms_norm"] == 2 * layers
 
 
 def test_next_to_fix_is_what_a_step_calls_most() -> None:

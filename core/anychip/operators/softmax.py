@@ -80,7 +80,8 @@ def _broadcasts(tensor: Tensor, x: Tensor) -> bool:
     if tensor.dim() > x.dim():
         return False
     sizes = zip(reversed(tensor.shape), reversed(x.shape), strict=False)
-    return all(mine in (1, whole) for mine, whole in sizes)
+    # No `in`: a compiler does not find a number among symbols.
+    return all(mine == 1 or mine == whole for mine, whole in sizes)
 
 
 def _samples(maker: SampleMaker) -> Iterator[Sample]:

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
 from anychip import ops
 from tests.unit.dispatch.calls import bits
@@ -50,6 +51,17 @@ def test_gradient_of_the_bias_is_added_up_in_float32(dtype: torch.dtype) -> None
     assert bias.grad is not None
     assert bias.grad.dtype == torch.float32
     assert bias.grad.tolist() == [750.25, -750.25]
+
+
+def test_compiled_call_of_any_width_takes_a_bias_of_that_width() -> None:
+    def call(x: Tensor, bias: Tensor, biased: bool) -> Tensor:
+        return ops.softmax(x, None, bias if biased else None)
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    bias = torch.randn(5)
+    compiled(torch.randn(3, 7), bias, False)  # from the second width on it is a symbol
+    x = torch.randn(3, 5)
+    torch.testing.assert_close(compiled(x, bias, True), call(x, bias, True))
 
 
 def test_compiled_call_gives_the_bias_its_gradient() -> None:

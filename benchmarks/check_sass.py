@@ -40,6 +40,7 @@ REGISTERS_AT_ONCE, QUARTERS = 256, 4
 
 LOADS, STORES = "load", "store"
 VECTORISED = {
+    r"^columns_kernel<(?!1,).*\bSummands<": (LOADS,),  # only sums go out
     r"^(map|columns|flat|long_segments|segments)_kernel<(?!1,)": (LOADS, STORES),
     r"^norm_(forward|backward)_kernel<\w+, \w+, (?!1,)": (LOADS, STORES),
     r"^(update|adamw_8bit|clip|unscale)_kernel": (LOADS, STORES),

@@ -12,11 +12,11 @@ ANYCHIP_BRIDGE ?= AUTO
 ARGS ?=
 JOBS ?= 2
 
-# Compilations are kept by what they are made of and found again, in every checkout, where ccache is.
+# Compilations are kept by what they are made of and found again, in every checkout, where ccache is;
+# relative to which directory, CMakeLists.txt says.
 ifneq ($(shell command -v ccache),)
 export CMAKE_CXX_COMPILER_LAUNCHER ?= ccache
 export CMAKE_CUDA_COMPILER_LAUNCHER ?= ccache
-export CCACHE_BASEDIR ?= /
 export CCACHE_NOHASHDIR ?= 1
 endif
 

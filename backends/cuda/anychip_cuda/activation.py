@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from anychip_cuda.columns import column_sums, rows_of
+from anychip_cuda.columns import rows_of, scratch_for_sums
 from anychip_cuda.native import Kernels, address, empty_like
 from anychip_cuda.table import Needs, declared
 
@@ -85,7 +85,7 @@ def bias_gelu_backward(
     grad, x, bias = grad.contiguous(), x.contiguous(), bias.contiguous()
     dx = empty_like(x) if needs[0] else None
     dbias = empty_like(bias) if needs[1] else None
-    parts, partial = column_sums(kernels, x, wanted=needs[1])
+    parts, partial = scratch_for_sums(kernels, x, wanted=needs[1])
     kernels.native.bias_gelu_backward(
         grad.data_ptr(),
         x.data_ptr(),

@@ -1,4 +1,4 @@
-"""Rows and columns of a call, and the scratch that sums down the columns need."""
+"""Rows and columns of a call, sums down the columns, and the scratch that these need."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def rows_of(x: Tensor) -> tuple[int, int]:
     return (x.numel() // hidden if hidden else 0), hidden
 
 
-def summed_columns(kernels: Kernels, x: Tensor, dtype: torch.dtype) -> Tensor:
+def column_sums(kernels: Kernels, x: Tensor, dtype: torch.dtype) -> Tensor:
     """The float32 sums down the columns of x (rows, hidden), as (hidden,) of ``dtype``."""
     x = x.contiguous()
-    parts, partial = column_sums(kernels, x, wanted=True)
+    parts, partial = scratch_for_sums(kernels, x, wanted=True)
     sums = x.new_empty(x.shape[-1:], dtype=dtype)
     kernels.native.column_sums(
         *map(address, (x, sums, partial)),
@@ -30,7 +30,7 @@ def summed_columns(kernels: Kernels, x: Tensor, dtype: torch.dtype) -> Tensor:
     return sums
 
 
-def column_sums(kernels: Kernels, x: Tensor, *, wanted: bool) -> tuple[int, Tensor | None]:
+def scratch_for_sums(kernels: Kernels, x: Tensor, *, wanted: bool) -> tuple[int, Tensor | None]:
     """Over how many parts a kernel of this call sums the columns of x, and where it puts them.
 
     Returns:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anychip_cuda.columns import column_sums, rows_of
+from anychip_cuda.columns import rows_of, scratch_for_sums
 from anychip_cuda.native import Kernels, address, empty_like
 from anychip_cuda.table import Needs, declared
 
@@ -115,7 +115,7 @@ def bias_dropout_add_backward(
     count, hidden = rows_of(grad) if grad.dim() else (1, 1)
     dx, dresidual = (empty_like(grad) if need else None for need in needs[:2])
     dbias = grad.new_empty((hidden,), dtype=torch.float32) if needs[2] else None
-    parts, partial = column_sums(kernels, grad, wanted=needs[2])
+    parts, partial = scratch_for_sums(kernels, grad, wanted=needs[2])
     kernels.native.bias_dropout_add_backward(
         grad.data_ptr(),
         rng.data_ptr(),

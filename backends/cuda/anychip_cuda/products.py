@@ -13,7 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from anychip_cuda.columns import summed_columns
+from anychip_cuda.columns import column_sums
 from anychip_cuda.native import Kernels
 from anychip_cuda.numerics import exact_products
 from anychip_cuda.table import Needs, declared
@@ -61,8 +61,10 @@ def linear(
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
-@declared.backward("linear", accepts=lambda grad, *_, **__: grad.numel() >= _LONG)
-def linear_backward_of_many(
+@declared.backward(
+    "linear", accepts=lambda grad, *_, needs, **__: needs[2] and grad.numel() >= _LONG
+)
+def linear_backward_with_long_bias(
     kernels: Kernels,
     grad: Tensor,
     x: Tensor,
@@ -74,7 +76,7 @@ def linear_backward_of_many(
     others = (needs[0], needs[1], False)
     dx, dweight, _ = linear_backward(grad, x, weight, out_dtype=out_dtype, needs=others)
     rows = grad.reshape(-1, grad.shape[-1])
-    return dx, dweight, summed_columns(kernels, rows, weight.dtype) if needs[2] else None
+    return dx, dweight, column_sums(kernels, rows, weight.dtype)
 
 
 @declared.backward("linear", kind="mapped")

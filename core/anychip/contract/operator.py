@@ -239,7 +239,8 @@ class Row:
         dtypes: floating-point dtypes that it takes, over all tensors that the spec does not fix; or
             those of some tensors by name, like ``{"weight": {torch.float8_e4m3fn}}``.
         limits: size name to the values it takes; checked on every call.
-        accepts: further condition, asked at every call with its arguments; cheap, writes nothing.
+        accepts: further condition, asked at every call with its arguments, of a backward with its
+            ``needs`` too; cheap, writes nothing.
         contiguous: it takes contiguous tensors only.
         alignment: every tensor's address must be a multiple of this many bytes (up to 64).
         deterministic: it may run under torch's deterministic mode.

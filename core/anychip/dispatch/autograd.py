@@ -147,7 +147,8 @@ class Gradient:
         if nothing_special():
             known = self.kernel.key(args)
             if known is not None:
-                choice, attrs = self.kernel.choose(known[1], args, attrs), {**attrs, "needs": needs}
+                attrs = {**attrs, "needs": needs}
+                choice = self.kernel.choose(known[1], args, attrs)
                 found: Sequence[Tensor | None] = promise.run(choice, args, attrs)
                 return found
         flat = self.door(*args, *(attrs[n] for n in self.signature.attr_names), list(needs))

@@ -141,6 +141,23 @@ def test_accepts_holds_on_every_call_of_one_key(serve: Serve, rms_norm: Function
         assert log.pop() == want
 
 
+def test_accepts_of_a_backward_is_told_which_gradients_are_wanted(
+    install: Install, rms_norm: Function
+) -> None:
+    table, told = OperatorTable(), list[Any]()
+
+    def accepts(*args: Tensor, eps: float, needs: tuple[bool, ...]) -> bool:
+        told.append(needs)
+        return True
+
+    assert RMS.backward is not None
+    table.backward("rms_norm", accepts=accepts)(RMS.backward)
+    install(table)
+    rms_norm(torch.ones(2, 8, requires_grad=True), W).sum().backward()
+    assert told
+    assert {*told} == {(True, False)}
+
+
 def test_row_that_declines_a_call_leaves_it_to_the_next_and_is_counted_so(
     install: Install, rms_norm: Function
 ) -> None:

@@ -26,6 +26,22 @@ constexpr int kPartsThreads = 512;
 // What begin() gives where there is nothing to read once.
 struct NoContext {};
 
+// What functions of the elements of one array begin with.
+template <class T>
+struct OfOneArray {
+  const T* x;
+
+  template <int N>
+  struct Inputs {
+    Adjacent<N, T> x;
+  };
+  __device__ __forceinline__ NoContext begin() const { return {}; }
+  template <int N>
+  __device__ __forceinline__ void load(int64_t first, Inputs<N>& inputs) const {
+    inputs.x = load_adjacent<N>(x + first);
+  }
+};
+
 // A value per column in any dtype; nullptr stands for zeros.
 struct ColumnValues {
   const void* values;

@@ -56,22 +56,13 @@ struct GegluSlopes {
 };
 
 template <class T>
-struct BiasGelu {
-  const T* x;
+struct BiasGelu : OfOneArray<T> {
   T* y;
   bool tanh;
 
   template <int N>
-  struct Inputs {
-    Adjacent<N, T> x;
-  };
-  __device__ __forceinline__ NoContext begin() const { return {}; }
-  template <int N>
-  __device__ __forceinline__ void load(int64_t first, Inputs<N>& inputs) const {
-    inputs.x = load_adjacent<N>(x + first);
-  }
-  template <int N>
-  __device__ __forceinline__ void apply(NoContext, int64_t first, const Inputs<N>& inputs,
+  __device__ __forceinline__ void apply(NoContext, int64_t first,
+                                        const typename OfOneArray<T>::template Inputs<N>& inputs,
                                         const float (&bias)[N], float (&)[N]) const {
     float results[N];
 #pragma unroll
@@ -151,7 +142,7 @@ cudaError_t bias_gelu_forward(const BiasedRows& input, void* y, bool tanh, Place
   if (input.rows * input.hidden == 0) return cudaSuccess;
   return visit_dtype(input.dtype, [&](auto element) {
     using T = decltype(element);
-    const BiasGelu<T> function{static_cast<const T*>(input.x), static_cast<T*>(y), tanh};
+    const BiasGelu<T> function{{static_cast<const T*>(input.x)}, static_cast<T*>(y), tanh};
     const bool aligned =
         is_vectorizable(input.x, row_bytes(input, sizeof(T))) && is_vectorizable(y);
     return visit_width<T>(aligned, [&](auto width) {

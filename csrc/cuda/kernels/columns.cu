@@ -5,20 +5,10 @@ namespace anychip::cuda {
 namespace {
 
 template <class T>
-struct Summands {
-  const T* x;
-
+struct Summands : OfOneArray<T> {
   template <int N>
-  struct Inputs {
-    Adjacent<N, T> x;
-  };
-  __device__ __forceinline__ NoContext begin() const { return {}; }
-  template <int N>
-  __device__ __forceinline__ void load(int64_t first, Inputs<N>& inputs) const {
-    inputs.x = load_adjacent<N>(x + first);
-  }
-  template <int N>
-  __device__ __forceinline__ void apply(NoContext, int64_t, const Inputs<N>& inputs,
+  __device__ __forceinline__ void apply(NoContext, int64_t,
+                                        const typename OfOneArray<T>::template Inputs<N>& inputs,
                                         const float (&)[N], float (&sums)[N]) const {
 #pragma unroll
     for (int i = 0; i < N; ++i) sums[i] += inputs.x[i];
@@ -33,7 +23,7 @@ cudaError_t column_sums(const void* x, void* sums, float* partial, int64_t rows,
   if (hidden == 0) return cudaSuccess;
   const cudaError_t status = visit_dtype(dtype, [&](auto element) {
     using T = decltype(element);
-    const Summands<T> function{static_cast<const T*>(x)};
+    const Summands<T> function{{static_cast<const T*>(x)}};
     const bool aligned = is_vectorizable(x, hidden * static_cast<int64_t>(sizeof(T)));
     return visit_width<T>(aligned, [&](auto width) {
       constexpr int N = decltype(width)::value;

@@ -50,7 +50,7 @@ def _for_products(x: Tensor) -> Tensor:
     """What products take under autocast: cast here once, not by each of those that share x."""
     kind = x.device.type  # meta, of a plan, has no autocast
     on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    return x.to(torch.get_autocast_dtype(kind)) if on else x
+    return x.to(torch.get_autocast_dtype(kind)) if on and x.dtype == torch.float32 else x
 
 
 class Dropout(nn.Module):

@@ -9,10 +9,10 @@ around a combination that is still missing, with the levels that bring the most 
 which is the proof: what is missing is counted, not assumed.
 
 What can meet need not be known before. Whoever makes a row says of each factor, when its turn has
-come, which levels the row can still have. A combination that no row has when it was tried for, at
-last with all else as simple as it can be, is left out. And a level may hide what others do
-(NaN in all results, another implementation): such a row counts for that level's own combinations
-only.
+come, which levels the row can still have. A combination that no row has when it was tried for, then
+with all as simple as it can be until it is there, at last with all else so too, is left out. And a
+level may hide what others do (NaN in all results, another implementation): such a row counts for
+that level's own combinations only.
 """
 
 from __future__ import annotations
@@ -68,8 +68,9 @@ class CoveringArray:
         self._alone: list[tuple[int, ...]] = [()] * FIRST
         """The starts of the first rows: nothing, and each level that is not its factor's first."""
         self._start: tuple[int, ...] = ()
-        """What the row is made around, as places; and whether all else in it is simplest."""
-        self._simple = True
+        """What the row is made around, as places."""
+        self._simple, self._simple_throughout = True, True
+        """Whether all else in it is simplest; and whether it is so once the start is there too."""
         self._tried: Counter[tuple[int, ...]] = Counter()
         """By start, the rows that were to have it and have not."""
         self._fixed: list[int] = []
@@ -90,7 +91,9 @@ class CoveringArray:
             return False
         pairs = [pair for pair in itertools.combinations(start, 2) if self._apart(*pair)]
         self._simple = bool(self._alone or pairs) or start in self._tried
-        self._start, self._alone = (*pairs, start)[0], self._alone[1:]
+        self._start = (*pairs, start)[0]
+        self._simple_throughout = bool(self._alone) or self._tried[self._start] >= IN_VAIN
+        self._alone = self._alone[1:]
         self._kept = self._apart(list(self._start), slice(None))
         return True
 
@@ -184,7 +187,8 @@ class CoveringArray:
         """The level that brings the most, or the simplest, of those that leave the start what it
         needs.
         """
-        if self._simple:
+        is_there = set(self._start) <= set(self._fixed)
+        if self._simple and (self._simple_throughout or not is_there):
             kept = self._kept[block].tolist()
             fitting = (level for level, it in enumerate(can) if it and not kept[level])
             return next(fitting, list(can).index(True))

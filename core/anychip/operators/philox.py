@@ -25,6 +25,8 @@ def blocks(counter: Tensor, seed: Tensor) -> Tensor:
     Returns:
         (..., 4) int64, each a word from 0 to 2^32 - 1.
     """
+    if counter.is_meta:  # of a shape alone, rounds of a hundred operations would be asked too
+        return counter.new_empty((*counter.shape, 4))
     words = [counter & _MASK32, (counter >> 32) & _MASK32]
     words += [torch.zeros_like(counter), torch.zeros_like(counter)]
     key = [seed & _MASK32, (seed >> 32) & _MASK32]

@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "checks.h"
+#include "drop.h"
 #include "parallel.h"
 #include "scratch.h"
 
@@ -61,6 +61,7 @@ bool check_shape(const char* where, const AttentionShape& shape) {
   const bool packed = shape.ends_q || shape.ends_k;
   const int64_t batch = packed ? 1 : shape.batch;
   check_sizes(where, {{"batch", shape.batch}});
+  check_sizes(where, {{"width", shape.drop.width}});
   const int64_t q = check_sizes(where, {{"batch", batch},
                                         {"queries", shape.queries},
                                         {"heads", shape.heads},
@@ -79,6 +80,12 @@ bool check_shape(const char* where, const AttentionShape& shape) {
   if (packed) {
     check_address(where, "ends_q", shape.ends_q);
     check_address(where, "ends_k", shape.ends_k);
+  }
+  if (const Drop& drop = shape.drop; drop.rng) {
+    check(!packed, where, "packed sequences have no dropout");
+    check_address(where, "row_index", drop.rows);
+    const int64_t columns = shape.key_index ? 0 : shape.keys;  // any word, or those of a row
+    check_drop(where, drop, q / shape.head_dim * columns, columns);
   }
   return true;
 }
@@ -145,10 +152,18 @@ class Layout {
             static_cast<float>(scale),
             shape_.causal,
             shape_.dtype,
-            shape_.y_dtype};
+            shape_.y_dtype,
+            drop(this->lse(one, head) + first),
+            shape_.key_index};
   }
 
  private:
+  Drop drop(int64_t row) const {  // of the rows from one on
+    Drop found = shape_.drop;
+    if (found.rng) found.rows += row;
+    return found;
+  }
+
   const AttentionShape& shape_;
   int64_t groups_;
 };
@@ -229,7 +244,7 @@ void attention_forward(const AttentionForward& args) {
     }
   }
   const auto units = units_of(shape, layout, sequences, layout.positions());
-  share_units(units, shape.head_dim, attention_forward_scratch(shape.head_dim),
+  share_units(units, shape.head_dim, attention_forward_scratch(shape.head_dim, shape.drop.rng),
               [&](const Unit& unit, float* scratch) {
                 const Sequence& one = *unit.sequence;
                 const int64_t query = layout.query(one) + layout.blind(one);
@@ -266,7 +281,8 @@ void attention_backward(const AttentionBackward& args) {
     longest = std::max(longest, one.keys);
   }
   const auto units = units_of(shape, layout, sequences, std::max<int64_t>(1, shape.queries));
-  share_units(units, shape.head_dim, attention_backward_scratch(shape.head_dim, longest),
+  share_units(units, shape.head_dim,
+              attention_backward_scratch(shape.head_dim, longest, shape.drop.rng),
               [&](const Unit& unit, float* scratch) {
                 const Sequence& one = *unit.sequence;
                 const int64_t blind = layout.blind(one), head = unit.kv_head * layout.groups();

@@ -207,12 +207,12 @@ void bind_operators(py::module_& m) {
   bind(m, "attention_forward", &attention_forward, "q", "q_batch", "q_row", "q_head", "k",
        "k_batch", "k_row", "k_head", "v", "v_batch", "v_row", "v_head", "y", "lse", "batch",
        "queries", "keys", "heads", "kv_heads", "head_dim", "ends_q", "ends_k", "scale", "causal",
-       "dtype", "y_dtype");
+       "dtype", "y_dtype", "rng=", "p=", "row_index=", "width=", "column=", "key_index=");
   bind(m, "attention_backward", &attention_backward, "grad", "grad_batch", "grad_row", "grad_head",
        "q", "q_batch", "q_row", "q_head", "k", "k_batch", "k_row", "k_head", "v", "v_batch",
        "v_row", "v_head", "y", "y_batch", "y_row", "y_head", "lse", "dq", "dk", "dv", "batch",
        "queries", "keys", "heads", "kv_heads", "head_dim", "ends_q", "ends_k", "scale", "causal",
-       "dtype", "y_dtype");
+       "dtype", "y_dtype", "rng=", "p=", "row_index=", "width=", "column=", "key_index=");
   bind(m, "rope", &rope, "q", "k", "cos", "sin", "q_out", "k_out", "batch", "seq", "heads",
        "kv_heads", "head_dim", "interleaved", "inverse", "dtype");
   bind(m, "cross_entropy_forward", &cross_entropy_forward, "logits", "target", "loss", "lse",

@@ -99,13 +99,20 @@ struct AttentionGroup {
   float scale;
   bool causal;
   DType dtype, y_dtype;
+  Drop drop;  // of rows that lie as lse does
+  const int64_t* key_index;
 };
-constexpr int64_t attention_forward_scratch(int64_t head_dim) {
-  return kAttentionRows * (kAttentionKeys + 4 * attention_width(head_dim));
+// What weights are multiplied by, as rows and as columns.
+constexpr int64_t attention_drop_scratch(bool drops) {
+  return drops ? kAttentionRows * (kAttentionKeys + attention_width(kAttentionKeys)) : 0;
 }
-constexpr int64_t attention_backward_scratch(int64_t head_dim, int64_t keys) {
+constexpr int64_t attention_forward_scratch(int64_t head_dim, bool drops) {
+  return kAttentionRows * (kAttentionKeys + 4 * attention_width(head_dim)) +
+         attention_drop_scratch(drops);
+}
+constexpr int64_t attention_backward_scratch(int64_t head_dim, int64_t keys, bool drops) {
   return kAttentionRows * (2 * kAttentionKeys + 7 * attention_width(head_dim)) +
-         2 * (keys + 5) * attention_width(head_dim);
+         2 * (keys + 5) * attention_width(head_dim) + attention_drop_scratch(drops);
 }
 struct AttentionGradients {
   AttentionRows grad, y;

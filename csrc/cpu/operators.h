@@ -249,6 +249,8 @@ struct StridedHeads {
 // reads key head h / (heads / kv_heads). With ends, `batch` sequences are packed into queries and
 // keys in all, without a batch: sequence b is ends[b] to ends[b + 1], what is left is padding.
 // Causal is aligned to the last key. A query that sees nothing has y = 0 and lse = -infinity.
+// With a stream, weights are dropped: key j of a query's row i of (batch, heads, queries) has word
+// rows[i] * width + key_index[j], or + j without key_index, as of weights that are `width` wide.
 struct AttentionShape {
   int64_t batch, queries, keys, heads, kv_heads, head_dim;
   const int64_t* ends_q;  // (batch + 1,); null: none
@@ -256,6 +258,8 @@ struct AttentionShape {
   double scale;
   bool causal;
   DType dtype, y_dtype;  // y_dtype: of y and its gradient
+  Drop drop = {};
+  const int64_t* key_index = nullptr;
 };
 struct AttentionForward {
   StridedHeads q, k, v;

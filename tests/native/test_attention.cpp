@@ -1,6 +1,7 @@
 // Attention by every instruction set and any number of threads: the same bits, nothing written or
 // read beside its tensors, and what it refuses. The sanitizers watch it (.ci/run native).
 #include <memory>
+#include <numeric>
 
 #include "operators.h"
 #include "tensor.h"
@@ -24,8 +25,20 @@ struct Given {
   StridedHeads strides;
 };
 
+// Numbers of rows and keys in the whole: those of these, or others, some of which follow another.
+struct Dropped {
+  double p = 0.0;
+  bool apart = false;
+  std::vector<int64_t> numbers(int64_t count) const {
+    std::vector<int64_t> found(static_cast<size_t>(count));
+    std::iota(found.begin(), found.end(), int64_t{0});
+    for (int64_t i = 0; apart && i < count; ++i) found[static_cast<size_t>(i)] += i / 5 % 3 * 1000;
+    return found;
+  }
+};
+
 void test_bits(DType dtype, DType y_dtype, const Lengths& s, const std::vector<int64_t>& ends_q,
-               const std::vector<int64_t>& ends_k, bool special) {
+               const std::vector<int64_t>& ends_k, bool special, Dropped dropped = {}) {
   const bool packed = !ends_q.empty();
   const int64_t batch = packed ? 1 : s.batch, rows = batch * s.queries * s.heads;
   const int64_t numel = rows * s.head_dim, k_numel = batch * s.keys * s.kv_heads * s.head_dim;
@@ -38,20 +51,25 @@ void test_bits(DType dtype, DType y_dtype, const Lengths& s, const std::vector<i
   if (special) q->tensor.set(5, NAN), k->tensor.set(7, INFINITY), v->tensor.set(3, -INFINITY);
   const std::string name = label("attention", dtype, s.queries) + " of " + std::to_string(s.keys) +
                            " x " + std::to_string(s.head_dim) + (packed ? " packed" : "");
+  const int64_t rng[] = {7, -3};
+  const std::vector<int64_t> row_index = dropped.numbers(batch * s.heads * s.queries);
+  const std::vector<int64_t> key_index = dropped.numbers(s.keys);
   for (const bool causal : {false, true}) {
     check_same_bits(name, [&] {
-      const AttentionShape shape{packed ? static_cast<int64_t>(ends_q.size()) - 1 : s.batch,
-                                 s.queries,
-                                 s.keys,
-                                 s.heads,
-                                 s.kv_heads,
-                                 s.head_dim,
-                                 packed ? ends_q.data() : nullptr,
-                                 packed ? ends_k.data() : nullptr,
-                                 0.3,
-                                 causal,
-                                 dtype,
-                                 y_dtype};
+      AttentionShape shape{packed ? static_cast<int64_t>(ends_q.size()) - 1 : s.batch,
+                           s.queries,
+                           s.keys,
+                           s.heads,
+                           s.kv_heads,
+                           s.head_dim,
+                           packed ? ends_q.data() : nullptr,
+                           packed ? ends_k.data() : nullptr,
+                           0.3,
+                           causal,
+                           dtype,
+                           y_dtype};
+      if (dropped.p > 0.0) shape.drop = {rng, dropped.p, row_index.data(), s.keys};
+      if (dropped.apart) shape.key_index = key_index.data();
       Tensor y(y_dtype, numel), lse(kDTypes[0], rows), dq(dtype, numel), alone(dtype, numel);
       Tensor dk(dtype, k_numel), dv(dtype, k_numel);
       attention_forward({q->strides, k->strides, v->strides, y.data(), lse.floats(), shape});
@@ -78,16 +96,17 @@ void test_bits(DType dtype, DType y_dtype, const Lengths& s, const std::vector<i
 void test_wrong_arguments() {
   float value = 1.0f, *v = &value;
   const int64_t ends[] = {0, 1}, late[] = {1, 1}, beyond[] = {0, 2}, falling[] = {0, 1, 0};
-  const auto attend = [&](int64_t stride, int64_t kv_heads, const int64_t* q, const int64_t* k) {
+  const auto attend = [&](int64_t stride, int64_t kv_heads, const int64_t* q, const int64_t* k,
+                          Drop drop = {}) {
     const StridedHeads x{v, 1, stride, 1};
-    const int64_t heads = kv_heads == 3 ? 4 : 97;
+    const int64_t heads = drop.rng ? 1 : kv_heads == 3 ? 4 : 97;
     attention_forward({x,
                        x,
                        x,
                        v,
                        v,
                        {q == falling ? 2 : 1, 1, 1, heads, kv_heads, 1, q, k, 1.0, false,
-                        kDTypes[0], kDTypes[0]}});
+                        kDTypes[0], kDTypes[0], drop}});
   };
   const std::pair<const char*, std::function<void()>> cases[] = {
       {"strides of q >= 0, got -1", [&] { attend(-1, 97, ends, ends); }},
@@ -97,6 +116,10 @@ void test_wrong_arguments() {
       {"ends_q[0] = 0", [&] { attend(1, 97, late, ends); }},
       {"ends_k sorted and at most 1, got 2 after 0", [&] { attend(1, 97, ends, beyond); }},
       {"ends_q sorted and at most 1, got 0 after 1", [&] { attend(1, 97, falling, falling); }},
+      {"packed sequences have no dropout", [&] { attend(1, 1, ends, ends, {ends, 0.5}); }},
+      {"address of row_index", [&] { attend(1, 1, nullptr, nullptr, {ends, 0.5}); }},
+      {"rows within a width", [&] { attend(1, 1, nullptr, nullptr, {ends, 0.5, ends}); }},
+      {"0 <= p <= 1, got 2", [&] { attend(1, 1, nullptr, nullptr, {ends, 2.0, ends, 1}); }},
   };
   for (const auto& [message, call] : cases) check_throws<std::invalid_argument>(message, call);
 }
@@ -116,6 +139,10 @@ int main() {
     test_bits(dtype, kDTypes[0], all[1], {}, {}, true);
     test_bits(dtype, dtype, {0, 150, 140, 4, 2, 8}, {0, 20, 20, 50, 149}, {0, 30, 37, 37, 138},
               false);
+  }
+  for (const Lengths& lengths : all) {
+    test_bits(kDTypes[0], kDTypes[0], lengths, {}, {}, false, {0.3, false});
+    test_bits(kDTypes[0], kDTypes[0], lengths, {}, {}, false, {0.3, true});
   }
   test_wrong_arguments();
   return report("test_attention");

@@ -1,4 +1,4 @@
-"""How attention and attention_varlen call the native kernel: csrc/cpu/attention.cpp.
+"""How the operators of attention call the native kernel: csrc/cpu/attention.cpp.
 
 Queries, keys and values are read where they lie, those of packed sequences too, and keys are not
 repeated for the query heads that share them. What is hidden is left out, not masked. Calls for
@@ -6,7 +6,7 @@ which torch's kernel is quicker are left to it.
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,6 +54,35 @@ def takes_backward(
     return grad.dtype == y.dtype and y.dtype in CODES and takes(q, k, v, queries=queries)
 
 
+class Drop(NamedTuple):
+    """Which weights are dropped.
+
+    Attributes:
+        rng: int64[2], (seed, offset).
+        p: the probability.
+        rows: (batch, heads, queries) int64, which row of the whole's weights each row is.
+        keys: of the whole.
+        key_index: (keys,) int64, where in the whole; None: 0, 1, 2 ...
+    """
+
+    rng: Tensor
+    p: float
+    rows: Tensor
+    keys: int
+    key_index: Tensor | None
+
+    def read(self) -> tuple["Drop", tuple[Any, ...]]:
+        """What the kernel reads, to be kept until it has, and how."""
+        rng, rows = self.rng.contiguous(), self.rows.contiguous()
+        index = None if self.key_index is None else self.key_index.contiguous()
+        numbers = (address(rng), self.p, address(rows), self.keys, 0, address(index))
+        return Drop(rng, self.p, rows, self.keys, index), numbers
+
+
+def _dropped(drop: Drop | None) -> tuple[Drop | None, tuple[Any, ...]]:
+    return (None, ()) if drop is None else drop.read()
+
+
 def _read(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """What the kernel reads, and how: packed heads are those of one batch."""
     x = x if x.stride(-1) == 1 else x.contiguous()
@@ -79,12 +108,14 @@ def forward(
     *ends: Tensor,
     causal: bool,
     scale: float | None,
-    out_dtype: torch.dtype | None,
+    out_dtype: torch.dtype | None = None,
+    drop: Drop | None = None,
 ) -> tuple[Tensor, Tensor]:
     """y and lse, as in :mod:`anychip.operators.attention`.
 
     Args:
         ends: the cu_seqlens of queries and keys of (tokens, heads, head_dim), sorted; or none.
+        drop: which weights are dropped, where no sequences are packed; None: none.
     """
     ends = tuple(t.to(torch.int64).contiguous() for t in ends)
     y = torch.empty_like(q, dtype=out_dtype, memory_format=torch.contiguous_format)
@@ -92,7 +123,8 @@ def forward(
     lse = q.new_empty((*batch, heads, queries), dtype=torch.float32)
     (q, of_q), (k, of_k), (v, of_v) = map(_read, (q, k, v))
     shape = _shape(q, k, y, ends, causal, scale)
-    _kernels.attention_forward(*of_q, *of_k, *of_v, y.data_ptr(), lse.data_ptr(), *shape)
+    _kept, how = _dropped(drop)
+    _kernels.attention_forward(*of_q, *of_k, *of_v, y.data_ptr(), lse.data_ptr(), *shape, *how)
     return y, lse
 
 
@@ -106,8 +138,9 @@ def backward(
     *ends: Tensor,
     causal: bool,
     scale: float | None,
-    out_dtype: torch.dtype | None,
     needs: Needs,
+    out_dtype: torch.dtype | None = None,
+    drop: Drop | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradients of q, k and v that are needed; arguments as of :func:`forward`."""
     ends = tuple(t.to(torch.int64).contiguous() for t in ends)
@@ -115,5 +148,6 @@ def backward(
     made = [wanted(need, like) for need, like in zip(needs, (q, k, v), strict=True)]
     read, lse = [_read(t) for t in (grad, q, k, v, y)], lse.contiguous()
     places = [number for _, of in read for number in of]
-    _kernels.attention_backward(*places, lse.data_ptr(), *(a for _, a in made), *shape)
+    _kept, how = _dropped(drop)
+    _kernels.attention_backward(*places, lse.data_ptr(), *(a for _, a in made), *shape, *how)
     return made[0][0], made[1][0], made[2][0]

@@ -10,6 +10,7 @@
 // specification's equation; blocks that none of their rows see are left out.
 #pragma once
 
+#include "dropping.h"
 #include "math.h"
 #include "products.h"
 #include "rows.h"
@@ -204,5 +205,69 @@ ANYCHIP_INLINE void clear_hidden(float* scores, int64_t row, const Sight& sight)
     store(scores + key * kRows + row, F32{}, AllLanes{});
   }
 }
+
+// What the weights of a tile are multiplied by: 0, or 1 / (1 - p).
+class WeightDrop {
+ public:
+  ANYCHIP_INLINE WeightDrop(const AttentionGroup& group, Scratch& room)
+      : group_(group), dropping_(group.drop) {
+    if (!group.drop.rng) return;
+    rows_ = room.take(kRows * attention_width(kKeys)), columns_ = room.take(kKeys * kRows);
+  }
+  ANYCHIP_INLINE explicit operator bool() const { return rows_; }
+
+  // From now on of these positions and of `count` keys from `first` on.
+  ANYCHIP_INLINE void look_at(Range positions, int64_t first, int64_t count, const Sight& sight) {
+    const int64_t width = attention_width(count), rows = round_up(sight.rows(), kLanes);
+    for (int64_t i = 0; i < rows * width; i += kLanes) store(rows_ + i, F32{}, AllLanes{});
+    for (int64_t head = 0; head < group_.groups; ++head) {
+      for (int64_t at = positions.begin; at < positions.end; ++at) {
+        const int64_t row = (at - positions.begin) * group_.groups + head;
+        // Whole short rows take words that follow each other, if hidden keys have factors too.
+        const bool whole = count == group_.keys && count <= kWordsTogether;
+        const int64_t keys = whole ? count : sight.of(row);
+        write_row(head, at, positions.end - at, first, keys, rows_ + row * width);
+      }
+    }
+    transpose(rows_, rows, count, columns_);
+  }
+
+  // weights: (keys, rows).
+  ANYCHIP_INLINE void apply(const Sight& sight, float* weights) const {
+    for_each_vector(0, round_up(sight.rows(), kLanes), [&](int64_t row, auto lanes) {
+      const int64_t end = sight.of_last(row + kLanes - 1);
+      for (int64_t at = row; at < end * kRows + row; at += kRows) {
+        store(weights + at, load(weights + at, lanes) * load(columns_ + at, lanes), lanes);
+      }
+    });
+  }
+
+ private:
+  // left: positions from this one on. Keys that follow each other take words that do.
+  ANYCHIP_INLINE void write_row(int64_t head, int64_t position, int64_t left, int64_t first,
+                                int64_t keys, float* to) {
+    const int64_t *index = group_.key_index, row = head * group_.lse_head + position;
+    const auto follows = [&](int64_t key) {  // unsigned, because any number may be there
+      return static_cast<uint64_t>(index[key]) - static_cast<uint64_t>(index[key - 1]) == 1;
+    };
+    const int64_t all = !index && keys == group_.keys ? left * keys : keys;
+    for (int64_t key = 0, end; key < keys; key = end) {
+      end = index ? key + 1 : keys;
+      while (end < keys && follows(first + end)) ++end;
+      const int64_t column = index ? index[first + key] : first + key;
+      dropping_.for_each_part(row, column, end - key, group_.keys, all,
+                              [&](int64_t at, int64_t count, const uint32_t* words) {
+                                for_each_vector(0, count, [&](int64_t i, auto lanes) {
+                                  store(to + key + (at - column) + i,
+                                        dropping_.apply(fill<F32>(1.0f), words + i), lanes);
+                                });
+                              });
+    }
+  }
+
+  const AttentionGroup& group_;
+  Dropping dropping_;
+  float *rows_ = nullptr, *columns_ = nullptr;
+};
 
 }  // namespace anychip::cpu::ANYCHIP_ISA

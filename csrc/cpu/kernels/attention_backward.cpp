@@ -4,8 +4,11 @@
 //   ds = p (dp - delta) scale, with dp = grad v and delta = grad y
 //   dq = ds k, dk = ds q, dv = p grad, the latter two summed over the heads that share a key
 //
+// Where weights are dropped, dp and the p of dv are multiplied by what they were multiplied by.
+//
 // Tiles of rows come in order, and within one tiles of keys: each gradient is one chain in the
-// order of its terms. Rounding: Note [Fused products], a weight has 1 ulp, ds three beyond it.
+// order of its terms. Rounding: Note [Fused products], a weight has 1 ulp, ds three beyond it; one
+// more with dropout.
 #include "attention.h"
 #include "table.h"
 
@@ -95,8 +98,8 @@ ANYCHIP_INLINE void add_to_keys(const float* scores, const float* right, int64_t
 }
 
 ANYCHIP_INLINE void add_tile(const AttentionGroup& group, const AttentionGradients& gradients,
-                             TileRows& tile, Sight& sight, float* keys, float* values,
-                             const KeyGradients& sums) {
+                             Range positions, TileRows& tile, Sight& sight, float* keys,
+                             float* values, WeightDrop& drop, const KeyGradients& sums) {
   const int64_t head_dim = group.head_dim, width = attention_width(head_dim);
   for (int64_t first = 0; first < sight.most(); first += kKeys) {
     const int64_t count = sight.look_at(first);
@@ -109,7 +112,12 @@ ANYCHIP_INLINE void add_tile(const AttentionGroup& group, const AttentionGradien
     };
     multiply_keys(keys, tile.q_columns, head_dim, sight, write_to(tile.weights));
     multiply_keys(values, tile.grad_columns, head_dim, sight, write_to(tile.slopes));
+    if (drop) {
+      drop.look_at(positions, first, count, sight);
+      drop.apply(sight, tile.slopes);
+    }
     write_slopes(sight, group.scale, tile);
+    if (drop) drop.apply(sight, tile.weights);
     if (gradients.dv) {
       add_to_keys(tile.weights, tile.grad, head_dim, count, sight, sums.dv + first * width);
     }
@@ -151,6 +159,7 @@ ANYCHIP_INLINE void write_keys(const AttentionGroup& group, const float* sums, v
   tile.weights = room.take(kKeys * kRows), tile.slopes = room.take(kKeys * kRows);
   float *keys = room.take(kKeys * width), *values = room.take(kKeys * width);
   const KeyGradients sums{room.take(all * width), room.take(all * width)};
+  WeightDrop drop(group, room);
   clear_rows(all, width, sums.dk);
   clear_rows(all, width, sums.dv);
   const int64_t positions = kRows / group.groups;
@@ -159,7 +168,7 @@ ANYCHIP_INLINE void write_keys(const AttentionGroup& group, const float* sums, v
     const Range range{first, end < group.queries ? end : group.queries};
     read_rows(group, gradients, range, tile);
     Sight sight(group, range);
-    add_tile(group, gradients, tile, sight, keys, values, sums);
+    add_tile(group, gradients, range, tile, sight, keys, values, drop, sums);
     if (!gradients.dq) continue;
     for_each_row_of(group, range, [&](int64_t row, int64_t position, int64_t head) {
       write_row(group.dtype, tile.dq + row * width, group.head_dim,

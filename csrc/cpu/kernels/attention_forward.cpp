@@ -3,7 +3,8 @@
 //
 // Rounding: scores, sums of weights and y are chains in the order of their terms (Note [Fused
 // products]; the first have one rounding more, by the scale), a weight has 1 ulp, and what was
-// summed before a tile with a larger score is rounded once more there.
+// summed before a tile with a larger score is rounded once more there, and a weight where some are
+// dropped.
 #include "attention.h"
 #include "table.h"
 
@@ -85,6 +86,7 @@ ANYCHIP_INLINE void write_rows(const AttentionGroup& group, Range positions, con
   float *columns = room.take(width * kRows), *sums = room.take(kRows * width),
         *keys = room.take(kKeys * width), *values = room.take(kKeys * width),
         *scores = room.take(kKeys * kRows);
+  WeightDrop drop(group, room);
   Softmax softmax;
   for_each_vector(0, kRows, [&](int64_t row, auto lanes) {
     store(softmax.largest + row, fill<F32>(-kInfinity), lanes);
@@ -100,6 +102,10 @@ ANYCHIP_INLINE void write_rows(const AttentionGroup& group, Range positions, con
     pack_keys(group.v, group, first, count, values);
     write_scores(keys, columns, head_dim, group.scale, sight, scores, softmax.tile_largest);
     write_weights(sight, scores, softmax);
+    if (drop) {
+      drop.look_at(positions, first, count, sight);
+      drop.apply(sight, scores);
+    }
     add_to_rows(scores, values, head_dim, sight, sums,
                 [&](int64_t row, auto before) { return before * softmax.factor[row]; });
   }

@@ -68,7 +68,8 @@ def right(kinds: Parameters, held: Any) -> dict[str, Any]:
 
     made = {name: value(name, kind) for name, kind in kinds.items()}
     # What only one of them may be, or what has one value.
-    return {**made, **{name: one for name, one in {"up": 0, "terms": 1}.items() if name in made}}
+    fixed = {"up": 0, "terms": 1, "ends_q": 0, "ends_k": 0}
+    return {**made, **{name: one for name, one in fixed.items() if name in made}}
 
 
 buffers: list[torch.Tensor] = []

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import anychip
 from anychip import ops
+from anychip.operators.attention import _factor
 from anychip_cpu import tiled_attention
 from anychip_cpu.backend import CpuBackend
 from tests.unit.dispatch.calls import bits
@@ -22,13 +23,13 @@ pytestmark = pytest.mark.skipif(not tiled_attention._FUSED, reason="torch's kern
 ENDS = ([0, 100, 100, 297, 300], [0, 90, 100, 297, 310])
 
 
-def _wide(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+def _wide(q: Tensor, k: Tensor, v: Tensor, causal: bool, factor: Tensor | float = 1.0) -> Tensor:
     """(Sq, H, D) and (Sk, Hk, D) in float64; rows that see nothing are 0."""
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(q.shape[2])
     hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(k.shape[0] - q.shape[0] + 1)
     weights = scores.masked_fill(hidden, -math.inf).softmax(-1) if causal else scores.softmax(-1)
-    return torch.einsum("hqk,khd->qhd", weights.nan_to_num(0.0), v)
+    return torch.einsum("hqk,khd->qhd", weights.nan_to_num(0.0) * factor, v)
 
 
 def _made(shape: tuple[int, ...], dtype: torch.dtype, spread: int) -> Tensor:
@@ -75,6 +76,40 @@ def test_values_and_gradients_are_those_of_float64_in_every_layout(
         assert got.grad is not None
         assert exact.grad is not None
         assert_close(got.grad, exact.grad, 16 * math.sqrt(max(queries, keys) * heads), ulps=1.0)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "all"])
+@pytest.mark.parametrize(
+    ("queries", "keys", "heads", "kv_heads", "is_part"),
+    [(193, 193, 4, 2, False), (100, 250, 3, 3, True), (130, 7, 2, 2, False), (9, 230, 6, 1, True),
+     (61, 61, 4, 2, False)],
+)  # fmt: skip
+def test_weights_are_dropped_as_the_reference_does(
+    queries: int, keys: int, heads: int, kv_heads: int, is_part: bool, causal: bool
+) -> None:
+    torch.manual_seed(0)
+    q = _made((2, queries, heads, 32), torch.float32, 1)
+    k, v = (_made((2, keys, kv_heads, 32), torch.float32, 0) for _ in range(2))
+    rng, index, sizes = torch.tensor([5, -9]), list[Tensor](), dict[str, int]()
+    if is_part:  # of 7 batches, a row of positions from two places, and keys in no order
+        positions = [torch.arange(n) + 400 * (torch.arange(n) > n // 3) for n in (queries, keys)]
+        positions[1][:20] = positions[1][:20].flip(0)
+        index = [torch.tensor([6, 2]), torch.arange(heads) * 2, *positions]
+        sizes = {"heads": 12, "queries": 1000, "keys": 1000}
+    with anychip.policy(fallback="strict"):
+        y = ops.attention_dropout(q, k, v, rng, *index, p=0.3, causal=causal, **sizes)
+        slope = torch.randn(y.shape)
+        y.backward(slope)
+    assert {row.kind for row in anychip.provenance().rows()} == {"native"}
+    factor = _factor(q, k, rng, *(index or [None] * 4), p=0.3, **sizes).double()
+    wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    want = torch.stack([_wide(*(t[b] for t in wide), causal, factor[b]) for b in range(2)])
+    want.backward(slope.double())
+    assert_close(y.detach(), want.detach(), 6 * math.sqrt(keys))
+    for got, exact in zip((q, k, v), wide, strict=True):
+        assert got.grad is not None
+        assert exact.grad is not None
+        assert_close(got.grad, exact.grad, 24 * math.sqrt(max(queries, keys) * heads), ulps=1.0)
 
 
 def test_weights_of_one_tile_that_are_all_minus_infinity_leave_the_others() -> None:

@@ -42,7 +42,7 @@ INSTALLED := $(VENV)/installed-$(call hash,echo $(OPTIONS) $(MODULES); cat $(sor
 
 help:
 	@echo 'make train    train a small GPT, about a minute on two cores; ARGS go to `anychip train`'
-	@echo 'make test     the tests, a twenty-fifth of those that are large grids, and the conformance suite of the cpu'
+	@echo 'make test     the tests, a thirty-seventh of those that are large grids, and the conformance suite of the cpu'
 	@echo '              backend; with ARGS, the tests that pytest chooses by them'
 	@echo 'make test-all every test there is: all of test, test-cuda, test-npu, mutants and red-team; hours'
 	@echo 'make mutants  600 generated mistakes, which the conformance suite must find; docs/mutants.md'

@@ -1,7 +1,7 @@
 """What every test runs under: this checkout's code, no settings of the person, no time limits.
 
-With ``--slice``, of tests marked ``grid`` only this commit's twenty-fifth runs (tests/slices.py). A
-run of more than one file ends with the files that took longest.
+With ``--slice``, of tests marked ``grid`` only this commit's thirty-seventh runs (tests/slices.py).
+A run of more than one file ends with the files that took longest.
 """
 
 import gc

@@ -1,13 +1,13 @@
-"""Which twenty-fifth of the large families of cases does this commit run?
+"""Which thirty-seventh of the large families of cases does this commit run?
 
 Families that are grids (operators by dtypes by sizes, the catalogue of wrong backends, seeded
 mistakes, rows of a chip) are asked in full by ``make test-all``. A commit asks one slice of them:
-a case belongs to slice ``stable_hash(id) mod 25``, and commit n (counted along first parents) runs
-slice ``n mod 25``, so that 25 consecutive commits ask everything. A case that has failed once
+a case belongs to slice ``stable_hash(id) mod 37``, and commit n (counted along first parents) runs
+slice ``n mod 37``, so that 37 consecutive commits ask everything. A case that has failed once
 stands in ``tests/failed_before.txt`` and is asked by every commit. Cases that share what is dear,
 like a job of ranks, are marked ``grid("its name")`` and are of one slice.
 
-``ANYCHIP_SLICE`` (0 to 24, or ``all``) overrides the count, and must be set where there is no
+``ANYCHIP_SLICE`` (0 to 36, or ``all``) overrides the count, and must be set where there is no
 history to count: in an unpacked archive, or in a shallow clone.
 """
 
@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FAILED_BEFORE = Path(__file__).with_name("failed_before.txt")
-SLICES = 25
+SLICES = 37
 VARIABLE = "ANYCHIP_SLICE"
 
 

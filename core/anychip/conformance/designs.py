@@ -172,11 +172,9 @@ class Asked(NamedTuple):
 
         What a call really has is noted: who is not asked for a level, or cannot have it, has not.
         """
+        point = partial(Choices, of_gradients=self.of_gradients, choose=array.level)
         for number in itertools.takewhile(lambda _: array.begin(), itertools.count()):
-            choose = Choices(
-                array.row, number, array.places,
-                of_gradients=self.of_gradients, choose=array.level,
-            )  # fmt: skip
+            choose = point(array.row, number, array.places)
             row = self.row(choose, seed)
             if array.end(choose.refused, choose.hiding):
                 yield DesignRow(array.row, number, array.places), choose.chosen, row
@@ -284,8 +282,7 @@ def ask(context: Context, asked: Asked) -> None:
 
     for point in asked.rows(array, context.seed):
         count += 1
-        found = tried(*point)
-        failed += [] if found is None else [found]
+        failed += filter(None, [tried(*point)])
         plain = _noticed(array, point[0].levels, context, plain)
         if len(failed) == FAILURES:
             break
@@ -293,10 +290,9 @@ def ask(context: Context, asked: Asked) -> None:
         simplest = _simplest(failed[0], lambda at: tried(at, *asked.at(at, context.seed)))
         story = _story(simplest, failed, count, strength)
         context.measurements = _largest([*kept, *context.measurements])
-        text = str(simplest.error)
-        if not isinstance(simplest.error, CheckFailedError):
-            text = f"{type(simplest.error).__name__}: {text}"
-        raise CheckFailedError(f"{text}\n{story}") from simplest.error
+        is_said = isinstance(simplest.error, CheckFailedError)
+        kind = "" if is_said else f"{type(simplest.error).__name__}: "
+        raise CheckFailedError(f"{kind}{simplest.error}\n{story}") from simplest.error
     context.measurements = kept
     context.coverage = Coverage(
         operator=f"{asked.chapter}/{name}",
@@ -363,8 +359,7 @@ def between(
     """
     layouts = set(cast("Mapping[str, Layout]", row.call.layout).values())
     if row.between != "in the same memory" or other.written or layouts & set(READ_ONLY_LAYOUTS):
-        described = context.call
-        elsewhere = other.place(context)
+        described, elsewhere = context.call, other.place(context)
         context.call = described
         return lambda: run(elsewhere)
     tensors, others = list(tensors_of(placed.args)), list(tensors_of(other.arguments[0]))

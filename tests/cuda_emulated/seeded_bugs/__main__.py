@@ -191,7 +191,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.cuda_emulated.seeded_bugs")
     parser.add_argument("--build", type=Path, required=True, help="folder of the emulated build")
     parser.add_argument("--only", default="", help="mistakes whose name contains this")
-    parser.add_argument("--slice", action="store_true", help="this commit's twenty-fifth of them")
+    parser.add_argument("--slice", action="store_true", help="this commit's thirty-seventh of them")
     parser.add_argument("--plain", action="store_true", help="those that need no sanitizer")
     parser.add_argument("--jobs", type=int, default=2)
     given = parser.parse_args()

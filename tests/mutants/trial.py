@@ -111,8 +111,10 @@ def main(question: Question, pipe: Connection) -> None:
     except BaseException as error:
         pipe.send(Answer(outcome="import", reason=_last_line(error)))
         return
+    from anychip.conformance import designs
     from anychip.conformance.asking import run_case
 
+    designs.FAILURES = 1  # more are for what they have in common
     for asked, case in enumerate(cases):
         pipe.send(case.id)
         signal.setitimer(signal.ITIMER_PROF, LIMIT_S[question.level])

@@ -10,6 +10,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
@@ -267,7 +268,6 @@ def ask(context: Context, asked: Asked) -> None:
     strength, name = STRENGTH[context.level], asked.operator.spec.name
     array = CoveringArray(strength, stream(f"{asked.chapter}/{name}", context.seed))
     kept, failed, count = context.measurements, list[_Failed](), 0
-    plain: str | None = None
 
     def tried(at: DesignRow, chosen: Mapping[str, object], row: DesignedCall) -> _Failed | None:
         context.measurements = []
@@ -283,7 +283,7 @@ def ask(context: Context, asked: Asked) -> None:
     for point in asked.rows(array, context.seed):
         count += 1
         failed += filter(None, [tried(*point)])
-        plain = _noticed(array, point[0].levels, context, plain)
+        _notice(array, point[0].levels, context, asked, point[2])
         if len(failed) == FAILURES:
             break
     if failed:
@@ -304,17 +304,18 @@ def ask(context: Context, asked: Asked) -> None:
     )
 
 
-def _noticed(
-    array: CoveringArray, levels: Mapping[str, int], context: Context, plain: str | None
-) -> str | None:
-    """What serves plain calls; a tensor that lies so that another does hides what others do."""
+def _notice(
+    array: CoveringArray, levels: Mapping[str, int], context: Context, asked: Asked,
+    row: DesignedCall,
+) -> None:  # fmt: skip
+    """A tensor that lies so that something else serves a call hides what others do."""
     apart = [factor for factor, level in levels.items() if level]
-    if len(apart) > 1 or not all(factor.endswith(LIES) for factor in apart):
-        return plain
+    if len(apart) != 1 or not apart[0].endswith(LIES):
+        return
     served = context.told(context.served_by)
-    if apart and plain and served != plain:
+    plain = asked.of(row).trial(replace(row.call, layout="contiguous"), context)
+    if served != plain.served_by(plain.place(context)):
         array.hide(*apart)
-    return plain or served
 
 
 def _from(context: Context, caller: str, check: Callable[[], None]) -> None:

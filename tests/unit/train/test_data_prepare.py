@@ -114,8 +114,7 @@ def close(writer: Any, *error: object) -> None:
         file.close()
 
 
-@pytest.mark.parametrize("groups", [1, 4, 17])
-@pytest.mark.parametrize("every_s", [0.0, 1e9])
+@pytest.mark.parametrize(("groups", "every_s"), [(1, 0.0), (4, 0.0), (4, 1e9), (17, 1e9)])
 def test_what_was_ended_anywhere_goes_on_to_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: int, every_s: float
 ) -> None:

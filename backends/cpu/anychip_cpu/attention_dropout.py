@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -13,10 +14,13 @@ from anychip_cpu.tiled_attention import Drop
 
 
 def _drop(
-    q: Tensor, k: Tensor, rng: Tensor, index: tuple[Tensor | None, ...], p: float, keys: int,
+    q: Tensor, k: Tensor, rng: Tensor, index: Sequence[Tensor | None], p: float, keys: int,
     sizes: dict[str, int],
 ) -> Drop:  # fmt: skip
-    return Drop(rng, p, weight_rows(q, index[:3], **sizes), keys or k.shape[1], index[3])
+    *of_rows, of_keys = index
+    rows = weight_rows(q, of_rows, **sizes).contiguous()
+    key_index = None if of_keys is None else of_keys.contiguous()
+    return Drop(rng.contiguous(), p, rows, keys or k.shape[1], key_index)
 
 
 @declared.forward(
@@ -50,6 +54,8 @@ def attention_dropout_backward(
     *saved: Any, p: float, keys: int = 0, needs: Needs, causal: bool, scale: float | None,
     **sizes: int,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    *read, rng = saved[:7]
-    drop = _drop(saved[1], saved[2], rng, saved[7:], p, keys, sizes)
-    return tiled_attention.backward(*read, causal=causal, scale=scale, needs=needs, drop=drop)
+    grad, q, k, v, y, lse, rng, *index = saved
+    drop = _drop(q, k, rng, index, p, keys, sizes)
+    return tiled_attention.backward(
+        grad, q, k, v, y, lse, causal=causal, scale=scale, needs=needs, drop=drop
+    )

@@ -55,7 +55,7 @@ def takes_backward(
 
 
 class Drop(NamedTuple):
-    """Which weights are dropped.
+    """Which weights are dropped. Tensors are contiguous.
 
     Attributes:
         rng: int64[2], (seed, offset).
@@ -71,16 +71,12 @@ class Drop(NamedTuple):
     keys: int
     key_index: Tensor | None
 
-    def read(self) -> tuple["Drop", tuple[Any, ...]]:
-        """What the kernel reads, to be kept until it has, and how."""
-        rng, rows = self.rng.contiguous(), self.rows.contiguous()
-        index = None if self.key_index is None else self.key_index.contiguous()
-        numbers = (address(rng), self.p, address(rows), self.keys, 0, address(index))
-        return Drop(rng, self.p, rows, self.keys, index), numbers
 
-
-def _dropped(drop: Drop | None) -> tuple[Drop | None, tuple[Any, ...]]:
-    return (None, ()) if drop is None else drop.read()
+def _dropped(drop: Drop | None) -> tuple[Any, ...]:
+    """What the kernel takes for it."""
+    if drop is None:
+        return ()
+    return address(drop.rng), drop.p, address(drop.rows), drop.keys, 0, address(drop.key_index)
 
 
 def _read(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
@@ -123,8 +119,8 @@ def forward(
     lse = q.new_empty((*batch, heads, queries), dtype=torch.float32)
     (q, of_q), (k, of_k), (v, of_v) = map(_read, (q, k, v))
     shape = _shape(q, k, y, ends, causal, scale)
-    _kept, how = _dropped(drop)
-    _kernels.attention_forward(*of_q, *of_k, *of_v, y.data_ptr(), lse.data_ptr(), *shape, *how)
+    given = (*of_q, *of_k, *of_v, y.data_ptr(), lse.data_ptr())
+    _kernels.attention_forward(*given, *shape, *_dropped(drop))
     return y, lse
 
 
@@ -148,6 +144,6 @@ def backward(
     made = [wanted(need, like) for need, like in zip(needs, (q, k, v), strict=True)]
     read, lse = [_read(t) for t in (grad, q, k, v, y)], lse.contiguous()
     places = [number for _, of in read for number in of]
-    _kept, how = _dropped(drop)
-    _kernels.attention_backward(*places, lse.data_ptr(), *(a for _, a in made), *shape, *how)
+    places += [lse.data_ptr(), *(a for _, a in made)]
+    _kernels.attention_backward(*places, *shape, *_dropped(drop))
     return made[0][0], made[1][0], made[2][0]

@@ -187,8 +187,7 @@ class CoveringArray:
         """The level that brings the most, or the simplest, of those that leave the start what it
         needs.
         """
-        is_there = set(self._start) <= set(self._fixed)
-        if self._simple and (self._simple_throughout or not is_there):
+        if self._simple and (self._simple_throughout or not set(self._start) <= set(self._fixed)):
             kept = self._kept[block].tolist()
             fitting = (level for level, it in enumerate(can) if it and not kept[level])
             return next(fitting, list(can).index(True))

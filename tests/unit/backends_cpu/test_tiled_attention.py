@@ -5,6 +5,7 @@ How small ones and their edges are computed is asked by the conformance suite.
 
 import itertools
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -37,6 +38,13 @@ def _made(shape: tuple[int, ...], dtype: torch.dtype, spread: int) -> Tensor:
     rows, heads, dim = shape[-3:]
     whole = torch.randn(*shape[:-3], rows, heads + spread, dim + spread).to(dtype)
     return whole[..., :heads, :dim].detach().requires_grad_()
+
+
+def assert_gradients_close(leaves: Sequence[Tensor], wide: Sequence[Tensor], count: float) -> None:
+    for leaf, exact in zip(leaves, wide, strict=True):
+        assert leaf.grad is not None
+        assert exact.grad is not None
+        assert_close(leaf.grad, exact.grad, count, ulps=1.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -72,10 +80,7 @@ def test_values_and_gradients_are_those_of_float64_in_every_layout(
     want.backward(slope.double())
     # A chain of fused products, of which the errors add up like the root of their number.
     assert_close(y.detach(), want.detach(), 4 * math.sqrt(keys))
-    for got, exact in zip((q, k, v), wide, strict=True):
-        assert got.grad is not None
-        assert exact.grad is not None
-        assert_close(got.grad, exact.grad, 16 * math.sqrt(max(queries, keys) * heads), ulps=1.0)
+    assert_gradients_close((q, k, v), wide, 16 * math.sqrt(max(queries, keys) * heads))
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "all"])
@@ -98,18 +103,14 @@ def test_weights_are_dropped_as_the_reference_does(
         sizes = {"heads": 12, "queries": 1000, "keys": 1000}
     with anychip.policy(fallback="strict"):
         y = ops.attention_dropout(q, k, v, rng, *index, p=0.3, causal=causal, **sizes)
-        slope = torch.randn(y.shape)
-        y.backward(slope)
+        y.backward(slope := torch.randn(y.shape))
     assert {row.kind for row in anychip.provenance().rows()} == {"native"}
     factor = _factor(q, k, rng, *(index or [None] * 4), p=0.3, **sizes).double()
     wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
     want = torch.stack([_wide(*(t[b] for t in wide), causal, factor[b]) for b in range(2)])
     want.backward(slope.double())
     assert_close(y.detach(), want.detach(), 6 * math.sqrt(keys))
-    for got, exact in zip((q, k, v), wide, strict=True):
-        assert got.grad is not None
-        assert exact.grad is not None
-        assert_close(got.grad, exact.grad, 24 * math.sqrt(max(queries, keys) * heads), ulps=1.0)
+    assert_gradients_close((q, k, v), wide, 24 * math.sqrt(max(queries, keys) * heads))
 
 
 def test_weights_of_one_tile_that_are_all_minus_infinity_leave_the_others() -> None:

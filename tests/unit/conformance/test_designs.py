@@ -16,7 +16,7 @@ from anychip.conformance.case import CheckFailedError, Context
 from anychip.conformance.choices import ROWS, Choices
 from anychip.conformance.covering import CoveringArray, Rows, covering_array
 from anychip.conformance.oracles.drawn import DRAWN
-from anychip.conformance.trial import Subject
+from anychip.conformance.trial import Subject, Trial
 from anychip.dispatch.operator import registered
 from anychip.operators import all_specs
 from tests.meta.honest import HonestBackend
@@ -100,10 +100,13 @@ def test_pairs_are_asked_beside_no_level_that_hides_them() -> None:
             assert any(wanted <= row and not row & hiding - wanted for row in rows), wanted
 
 
-def test_pairs_are_asked_of_the_implementation_that_serves_plain_calls() -> None:
-    """Not in calls only that go to another one for how a tensor lies."""
+def test_pairs_are_asked_of_the_implementation_that_serves_plain_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not in calls only that go to another one for how a tensor lies, and not for its size."""
     every, plain = set[frozenset[tuple[str, int]]](), set[frozenset[tuple[str, int]]]()
-    levels: dict[str, int] = {}
+    levels, hidden = dict[str, int](), set[int]()
+    monkeypatch.setattr(Trial, "served_by", lambda trial, _: str(len(trial.names())))
 
     class Watched(designs.Asked):
         def rows(self, array: CoveringArray, seed: int) -> Any:
@@ -111,6 +114,7 @@ def test_pairs_are_asked_of_the_implementation_that_serves_plain_calls() -> None
                 levels.clear()
                 levels.update(point[0].levels)
                 yield point
+            hidden.update(place - array.factors["tensors lies"].start for place in array._always)
 
     def check(context: Context, of: Subject, row: designs.DesignedCall) -> None:
         is_copied = row.call.layout["tensors"] in ("strided", "padded", "transposed")  # type: ignore[index]
@@ -129,6 +133,7 @@ def test_pairs_are_asked_of_the_implementation_that_serves_plain_calls() -> None
     )
     assert len(every) > 200
     assert every - plain == set()
+    assert hidden == {2, 3, 4}  # strided, in another order, with gaps
 
 
 def test_level_takes_each_of_its_members_before_one_comes_again() -> None:

@@ -68,9 +68,7 @@ def test_slices_are_disjoint_and_together_all_cases_in_about_equal_parts() -> No
 
 
 def test_slice_of_a_case_is_the_same_in_every_process_and_version() -> None:
-    assert [slices.slice_of(case) for case in CASES[:12]] == [
-        25, 8, 17, 28, 29, 32, 8, 14, 11, 32, 8, 35,
-    ]  # fmt: skip
+    assert [slices.slice_of(case) for case in CASES[:6]] == [25, 8, 17, 28, 29, 32]
 
 
 def test_commits_are_counted_along_first_parents(history: Path) -> None:

@@ -123,7 +123,6 @@ _own_calls: dict[int, Counter[ProvenanceRow]] = {}
 _lock = threading.Lock()
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def own_code(operator: str, label: str, why: str, owner: int) -> bool:
     """Counts a call that the model's own code serves, in ``anychip.provenance()`` and its report.
 
@@ -150,6 +149,10 @@ def own_code(operator: str, label: str, why: str, owner: int) -> bool:
         if owner in _own_calls:
             _own_calls[owner][unserved(row, _MODEL, why)] += 1
     return True
+
+
+# As dispatch/operator.py does: torch.compiler.assume_constant_result imports the whole compiler.
+own_code._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def own_calls(owner: object) -> Counter[ProvenanceRow]:

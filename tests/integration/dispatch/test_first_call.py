@@ -74,6 +74,7 @@ q = y.view(1, 1, 4, 6)
 y = ops.softmax(ops.attention(q, q, q, causal=True)).view(4, 6)
 y = ops.rms_norm(y + ops.embedding(torch.ones(4, dtype=torch.int64), y), b)
 ops.cross_entropy(y, torch.ones(4, dtype=torch.int64)).sum().backward()
+assert anychip.fuse
 print(b.grad.shape, "sympy" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)

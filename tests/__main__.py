@@ -2,9 +2,10 @@
 
     python -m tests [--jobs N] [PYTEST ARGUMENT ...]
 
-Grids run one slice (tests/slices.py) and the suite level quick; with ``ANYCHIP_SLICE=all``, all
-slices and level full. With arguments, pytest alone runs, on what they choose. The end says where
-the time went, next to its budget. Exit status 1 when something failed.
+Grids run one slice, long tests and the suite's operators one third (tests/slices.py), the suite at
+level quick; with ``ANYCHIP_SLICE=all``, all of them and level full. With arguments, pytest alone
+runs, on what they choose. The end says where the time went, next to its budget. Exit status 1 when
+something failed.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from tests import budgets, slices
 ROOT = Path(__file__).parents[1]
 
 
-def commands(jobs: int, arguments: Sequence[str], level: str) -> dict[str, list[str]]:
+def commands(jobs: int, arguments: Sequence[str], asked: slices.Slice) -> dict[str, list[str]]:
     """The command of each part."""
     # A third of the time tests wait, for ranks and limits: one process more than cores are there.
     several = ["--numprocesses", str(jobs + 1), "--dist", "worksteal"]
@@ -29,8 +30,8 @@ def commands(jobs: int, arguments: Sequence[str], level: str) -> dict[str, list[
     if arguments:
         return {"test/pytest": [*pytest, *arguments]}
     anychip = str(Path(sysconfig.get_path("scripts")) / "anychip")
-    suite = [anychip, "conformance", "--backend", "cpu", "--level", level]
-    suite += ["--jobs", str(min(jobs, 2))]
+    suite = [anychip, "conformance", "--backend", "cpu", "--jobs", str(min(jobs, 2))]
+    suite += ["--level", "full"] if asked.number is None else slices.third_of_operators(asked)
     return {"test/pytest": [*pytest, "--slice"], "test/conformance": suite}
 
 
@@ -39,16 +40,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests", allow_abbrev=False)
     parser.add_argument("--jobs", type=int, default=2)
     given, arguments = parser.parse_known_args()
-    level = "quick"
-    if not arguments:
-        try:
-            level = "full" if slices.chosen().number is None else "quick"
-        except slices.SliceError as error:
-            parser.error(str(error))
+    try:
+        asked = slices.Slice(number=None, because="") if arguments else slices.chosen()
+    except slices.SliceError as error:
+        parser.error(str(error))
     took, failed = {}, []
     # One thread in each of the processes: two cores are not shared by four.
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    for name, words in commands(given.jobs, arguments, level).items():
+    for name, words in commands(given.jobs, arguments, asked).items():
         start = time.monotonic()
         if subprocess.run(words, cwd=ROOT, env=environment).returncode != 0:
             failed.append(name)

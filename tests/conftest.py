@@ -1,7 +1,7 @@
 """What every test runs under: this checkout's code, no settings of the person, no time limits.
 
-With ``--slice``, of tests marked ``grid`` only this commit's thirty-seventh runs (tests/slices.py).
-A run of more than one file ends with the files that took longest.
+With ``--slice``, of tests marked ``grid`` only this commit's thirty-seventh runs, and of long ones
+a third (tests/slices.py). A run of more than one file ends with the files that took longest.
 """
 
 import gc
@@ -65,11 +65,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     ids = {item.nodeid for item in items}
     files = {case.partition("::")[0] for case in ids}
-    gone = [c for c in asked.always if c.partition("::")[0] in files and c not in ids]
+    long = slices.listed(slices.THIRDS)
+    gone = [c for c in (*asked.always, *long) if c.partition("::")[0] in files and c not in ids]
     if gone:
-        raise pytest.UsageError(f"{slices.FAILED_BEFORE.name} lists what is no case: {gone}")
+        raise pytest.UsageError(
+            f"{slices.FAILED_BEFORE.name} and {slices.THIRDS.name} list what is no case: {gone}"
+        )
     grid = [(item, mark) for item in items if (mark := item.get_closest_marker("grid"))]
     others = [item for item, mark in grid if not asked.takes(item.nodeid, *mark.args)]
+    places = {case: place for place, case in enumerate(long) if case not in asked.always}
+    others += [i for i in items if i.nodeid in places and not asked.is_turn_of(places[i.nodeid])]
     if others:
         config.hook.pytest_deselected(items=others)
         left_out = {item.nodeid for item in others}
@@ -88,10 +93,11 @@ class Record:
     def __init__(self) -> None:
         self.seconds: Counter[str] = Counter()
         self.failed: set[str] = set()
+        self.long = frozenset(slices.listed(slices.THIRDS))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.seconds[report.nodeid.partition("::")[0]] += report.duration
-        if report.failed and "grid" in report.keywords:
+        if report.failed and ("grid" in report.keywords or report.nodeid in self.long):
             self.failed.add(report.nodeid)
 
     def pytest_terminal_summary(

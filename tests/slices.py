@@ -5,7 +5,8 @@ mistakes, rows of a chip) are asked in full by ``make test-all``. A commit asks 
 a case belongs to slice ``stable_hash(id) mod 37``, and commit n (counted along first parents) runs
 slice ``n mod 37``, so that 37 consecutive commits ask everything. A case that has failed once
 stands in ``tests/failed_before.txt`` and is asked by every commit. Cases that share what is dear,
-like a job of ranks, are marked ``grid("its name")`` and are of one slice.
+like a job of ranks, are marked ``grid("its name")`` and are of one slice. Of single tests that
+take long, which ``tests/thirds.txt`` lists, commits ask a third each.
 
 ``ANYCHIP_SLICE`` (0 to 36, or ``all``) overrides the count, and must be set where there is no
 history to count: in an unpacked archive, or in a shallow clone.
@@ -21,6 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FAILED_BEFORE = Path(__file__).with_name("failed_before.txt")
+THIRDS = Path(__file__).with_name("thirds.txt")
 SLICES = 37
 VARIABLE = "ANYCHIP_SLICE"
 
@@ -53,6 +55,10 @@ class Slice:
         """Whether the case with this id is asked; cases ``of`` one thing share a slice."""
         return self.number is None or slice_of(of or case) == self.number or case in self.always
 
+    def is_turn_of(self, place: int) -> bool:
+        """Whether the long test at this place of the list is asked."""
+        return self.number is None or place % 3 == self.number % 3
+
     def __str__(self) -> str:
         what = "all slices" if self.number is None else f"slice {self.number} of {SLICES}"
         return f"{what} ({self.because})"
@@ -70,7 +76,7 @@ def chosen(environment: Mapping[str, str] = os.environ, root: Path = ROOT) -> Sl
     Raises:
         SliceError: the variable is malformed, or there is no history and no variable.
     """
-    always = frozenset(failed_before())
+    always = frozenset(listed(FAILED_BEFORE))
     asked = environment.get(VARIABLE)
     if asked is None:
         count = _first_parents(root)
@@ -82,15 +88,15 @@ def chosen(environment: Mapping[str, str] = os.environ, root: Path = ROOT) -> Sl
     return Slice(number=int(asked), because=f"{VARIABLE}={asked}", always=always)
 
 
-def failed_before() -> list[str]:
-    """The ids of the file, one a line; a line that begins with ``#`` is for people."""
-    lines = FAILED_BEFORE.read_text(encoding="utf-8").splitlines()
+def listed(path: Path) -> list[str]:
+    """The ids of a file, one a line; a line that begins with ``#`` is for people."""
+    lines = path.read_text(encoding="utf-8").splitlines()
     return [line for line in lines if line and not line.startswith("#")]
 
 
 def remember(cases: Iterable[str]) -> list[str]:
     """Adds cases that have failed to the file; returns those that were not in it."""
-    new = sorted(set(cases) - set(failed_before()))
+    new = sorted(set(cases) - set(listed(FAILED_BEFORE)))
     if new:
         with FAILED_BEFORE.open("a", encoding="utf-8") as file:
             file.writelines(f"{case}\n" for case in new)
@@ -113,6 +119,15 @@ def suite_words(asked: Slice, family: str, report: Path) -> list[str]:
         others = f"not ({' or '.join(['operators/', 'gradients/', *left_out])})"
         words += ["-k", " or ".join([others, *(f"/{name}/" for name in names)])]
     return words
+
+
+def third_of_operators(asked: Slice) -> list[str]:
+    """Arguments of ``anychip conformance``: a third of the operators, and every other question."""
+    from anychip.operators import all_specs
+
+    names = [spec.name for place, spec in enumerate(all_specs()) if asked.is_turn_of(place)]
+    words = ["not (operators/ or gradients/)", *(f"/{name}/" for name in names)]
+    return ["--level", "quick", "-k", " or ".join(words)]
 
 
 def operators_that_failed(family: str, report: Path) -> list[str]:

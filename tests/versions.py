@@ -2,10 +2,10 @@
 
     python3 -m tests.versions [--turn COMMITS|all] [PYTHON TORCH]
 
-A commit asks one of the pairs, by turn: every module is imported, a model is trained, and it
-answers this commit's slice (tests/slices.py) of the conformance suite and of the files of
+Every second commit asks one of the pairs, by turn: every module is imported, a model is trained,
+and it answers this commit's slice (tests/slices.py) of the conformance suite and of the files of
 tests/unit. With ``--turn all`` each pair, or one that is named, like ``3.11 2.15.0``, answers the
-whole suite, and every file of unit and integration tests. Three pairs and thirty-seven slices: 111
+whole suite, and every file of unit and integration tests. Three pairs and thirty-seven slices: 222
 commits ask every file on each pair.
 
 A Python that is not here is reported as not run, and nothing fails. What PyPI has of torch for

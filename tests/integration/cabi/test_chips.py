@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests import warm_python
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 SMALL = ("model.width=32", "model.layers=1", "model.context=16", "data.batch_size=4")
@@ -39,8 +41,8 @@ def test_device_of_a_library_does_what_torch_asks(
 
 def trained(out: Path, *words: str) -> list[float]:
     """The losses of a small run."""
-    command = [sys.executable, "-m", "anychip", "train", *SMALL, *words, "--json", "--out", out]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    command = ["-m", "anychip", "train", *SMALL, *words, "--json", "--out", str(out)]
+    done = warm_python.run(*command, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr[-3000:]
     rows: list[dict[str, Any]] = [
         json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()

@@ -1,10 +1,9 @@
-"""embedding, permute and unpermute by native kernels: sums in the order of the references."""
+"""embedding and unpermute by native kernels: sums in the order of the references."""
 
 import pytest
 import torch
 
-import anychip
-from anychip import operators, ops
+from anychip import operators
 from anychip_cpu import embedding, native, permutation
 from tests.unit.dispatch.calls import bits
 from tests.unit.operators.exactness import assert_close
@@ -67,16 +66,3 @@ def test_unpermute_has_the_bits_of_the_reference(
         exact = torch.einsum("th,tjh->tj", grad.double(), x.double()[row_map])
         # A sum of 1100 products passes 27 roundings; it is about as large as 33 of its terms.
         assert_close(dweights, exact, 27, ulps=0.51)
-
-
-def test_permute_has_the_places_of_the_reference_for_every_kind_of_argument() -> None:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(50, 9, generator=generator)
-    indices = torch.randint(-1, 6, (50, 3), generator=generator)
-    key, count = torch.randint(7, (50,), generator=generator), torch.tensor(31)
-    for given in ((None, None), (key, None), (None, count), (key.int(), count.int())):
-        for index in (indices, indices.int()):
-            with anychip.policy(fallback="strict"):
-                got = ops.permute(x, index, *given, num_experts=5)
-            want = operators.permute.forward(x, index.long(), *given, num_experts=5)
-            assert bits(list(got)) == bits(list(want))

@@ -22,6 +22,7 @@ hypothesis.settings.load_profile("anychip")
 
 SLICE = pytest.StashKey[slices.Slice]()
 SLOWEST_FILES = 12
+LONG = tuple(slices.listed(slices.THIRDS))
 LONGEST = ("tests/integration/cabi/test_sanitizers.py",)
 """Begin first: of two minutes in one process the last ones would be theirs alone."""
 
@@ -65,20 +66,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     ids = {item.nodeid for item in items}
     files = {case.partition("::")[0] for case in ids}
-    long = slices.listed(slices.THIRDS)
-    gone = [c for c in (*asked.always, *long) if c.partition("::")[0] in files and c not in ids]
+    gone = [c for c in asked.always if c.partition("::")[0] in files and c not in ids]
+    long = [c for c in LONG if c.partition("::")[0] in files]
+    gone += [c for c in long if not any(case.startswith(c) for case in ids)]
     if gone:
         raise pytest.UsageError(
             f"{slices.FAILED_BEFORE.name} and {slices.THIRDS.name} list what is no case: {gone}"
         )
-    grid = [(item, mark) for item in items if (mark := item.get_closest_marker("grid"))]
-    others = [item for item, mark in grid if not asked.takes(item.nodeid, *mark.args)]
-    places = {case: place for place, case in enumerate(long) if case not in asked.always}
-    others += [i for i in items if i.nodeid in places and not asked.is_turn_of(places[i.nodeid])]
+    others = [item for item in items if not is_asked(item, asked)]
     if others:
         config.hook.pytest_deselected(items=others)
         left_out = {item.nodeid for item in others}
         items[:] = [item for item in items if item.nodeid not in left_out]
+
+
+def is_asked(item: pytest.Item, asked: slices.Slice) -> bool:
+    """Whether this commit runs a test."""
+    if mark := item.get_closest_marker("grid"):
+        return asked.takes(item.nodeid, *mark.args)
+    return not item.nodeid.startswith(LONG) or asked.takes(item.nodeid, parts=3)
 
 
 def pytest_collection_finish() -> None:
@@ -93,11 +99,10 @@ class Record:
     def __init__(self) -> None:
         self.seconds: Counter[str] = Counter()
         self.failed: set[str] = set()
-        self.long = frozenset(slices.listed(slices.THIRDS))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.seconds[report.nodeid.partition("::")[0]] += report.duration
-        if report.failed and ("grid" in report.keywords or report.nodeid in self.long):
+        if report.failed and ("grid" in report.keywords or report.nodeid.startswith(LONG)):
             self.failed.add(report.nodeid)
 
     def pytest_terminal_summary(

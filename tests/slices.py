@@ -5,8 +5,8 @@ mistakes, rows of a chip) are asked in full by ``make test-all``. A commit asks 
 a case belongs to slice ``stable_hash(id) mod 37``, and commit n (counted along first parents) runs
 slice ``n mod 37``, so that 37 consecutive commits ask everything. A case that has failed once
 stands in ``tests/failed_before.txt`` and is asked by every commit. Cases that share what is dear,
-like a job of ranks, are marked ``grid("its name")`` and are of one slice. Of single tests that
-take long, which ``tests/thirds.txt`` lists, commits ask a third each.
+like a job of ranks, are marked ``grid("its name")`` and are of one slice. Of tests that take
+long, whose ids begin as a line of ``tests/thirds.txt`` does, commits ask a third each.
 
 ``ANYCHIP_SLICE`` (0 to 36, or ``all``) overrides the count, and must be set where there is no
 history to count: in an unpacked archive, or in a shallow clone.
@@ -51,23 +51,20 @@ class Slice:
     because: str
     always: Collection[str] = field(default_factory=frozenset)
 
-    def takes(self, case: str, of: str = "") -> bool:
-        """Whether the case with this id is asked; cases ``of`` one thing share a slice."""
-        return self.number is None or slice_of(of or case) == self.number or case in self.always
-
-    def is_turn_of(self, place: int) -> bool:
-        """Whether the long test at this place of the list is asked."""
-        return self.number is None or place % 3 == self.number % 3
+    def takes(self, case: str, of: str = "", parts: int = SLICES) -> bool:
+        """Whether a case is asked, by its id, of so many parts; cases ``of`` one thing share one."""
+        mine = self.number is None or slice_of(of or case, parts) == self.number % parts
+        return mine or case in self.always
 
     def __str__(self) -> str:
         what = "all slices" if self.number is None else f"slice {self.number} of {SLICES}"
         return f"{what} ({self.because})"
 
 
-def slice_of(case: str) -> int:
+def slice_of(case: str, parts: int = SLICES) -> int:
     """The slice of a case: the same in every process, on every machine and Python."""
     digest = hashlib.blake2b(case.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") % SLICES
+    return int.from_bytes(digest, "big") % parts
 
 
 def chosen(environment: Mapping[str, str] = os.environ, root: Path = ROOT) -> Slice:
@@ -125,7 +122,7 @@ def third_of_operators(asked: Slice) -> list[str]:
     """Arguments of ``anychip conformance``: a third of the operators, and every other question."""
     from anychip.operators import all_specs
 
-    names = [spec.name for place, spec in enumerate(all_specs()) if asked.is_turn_of(place)]
+    names = (s.name for s in all_specs() if asked.takes(f"cpu/conformance/{s.name}", parts=3))
     words = ["not (operators/ or gradients/)", *(f"/{name}/" for name in names)]
     return ["--level", "quick", "-k", " or ".join(words)]
 

@@ -25,6 +25,8 @@ FAILED_BEFORE = Path(__file__).with_name("failed_before.txt")
 THIRDS = Path(__file__).with_name("thirds.txt")
 SLICES = 37
 VARIABLE = "ANYCHIP_SLICE"
+LONG_CHAPTERS = ("streams/", "optimizer/", "zero/", "pipeline/", "training/", "errors/")
+"""Of an emulated chip commits ask a third each."""
 
 
 _NO_HISTORY = (
@@ -52,7 +54,7 @@ class Slice:
     always: Collection[str] = field(default_factory=frozenset)
 
     def takes(self, case: str, of: str = "", parts: int = SLICES) -> bool:
-        """Whether a case is asked, by its id, of so many parts; cases ``of`` one thing share one."""
+        """Whether a case is asked, by its id; cases ``of`` one thing are of one of the parts."""
         mine = self.number is None or slice_of(of or case, parts) == self.number % parts
         return mine or case in self.always
 
@@ -101,7 +103,7 @@ def remember(cases: Iterable[str]) -> list[str]:
 
 
 def suite_words(asked: Slice, family: str, report: Path) -> list[str]:
-    """Arguments of ``anychip conformance`` for the operators of a slice, and every other question.
+    """Arguments of ``anychip conformance``: operators of a slice, long chapters by turn, all else.
 
     A case of the grid is an operator here, ``<family>/<name>``, or a world of three ranks or four.
     """
@@ -110,9 +112,11 @@ def suite_words(asked: Slice, family: str, report: Path) -> list[str]:
     words = ["--level", "quick", "--json", str(report)]
     if asked.number is not None:
         names = [spec.name for spec in all_specs() if asked.takes(f"{family}/{spec.name}")]
-        # A world of ranks that each emulate a device takes minutes.
-        worlds = [f"collectives/{size}/" for size in (3, 4)]
-        left_out = [world for world in worlds if not asked.takes(f"{family}/{world}")]
+        # A world of ranks that each emulate a device takes minutes, a chapter half of one.
+        parts = {"collectives/3/": SLICES, "collectives/4/": SLICES} | dict.fromkeys(
+            LONG_CHAPTERS, 3
+        )
+        left_out = [c for c, n in parts.items() if not asked.takes(f"{family}/{c}", parts=n)]
         others = f"not ({' or '.join(['operators/', 'gradients/', *left_out])})"
         words += ["-k", " or ".join([others, *(f"/{name}/" for name in names)])]
     return words

@@ -303,4 +303,8 @@ ARGUMENTS = (
         grad=lambda grad: grad.clamp(-65504.0, 65504.0)),
     wrong_gradients("nan-of-a-gradient-is-0", "Inf or NaN lost", "layer_norm",
         grad=lambda grad: grad.nan_to_num(nan=0.0)),
+    wrong_gradients("infinity-moves-a-gradient", "Inf or NaN of a neighbour", "silu",
+        x=lambda x: x.roll(1) if x.isinf().any() else x),
+    wrong_gradients("rows-in-a-row-from-the-first", "a short cut for a special case", "dropout",
+        rows=lambda rows: rows - rows.min() if (rows.flatten().diff() == 1).all() else rows),
 )  # fmt: skip

@@ -111,6 +111,8 @@ class Call:
         telling: a computation one precision class lower must fail.
         statistical: the inputs are random, so that the statistical limits hold.
         gradient: gradients are compared for this call too.
+        leaves_open: what an infinite number reaches may be anything: where with NaN in its place
+            NaN is wanted.
     """
 
     label: str
@@ -122,6 +124,7 @@ class Call:
     layout: Layouts = "contiguous"
     statistical: bool = True
     gradient: bool = True
+    leaves_open: bool = False
 
     def arguments(self, operator: str, dtype: torch.dtype, seed: int = 0) -> Arguments:
         """The call's arguments, on the host: the same numbers whenever and wherever it is made."""

@@ -62,10 +62,9 @@ ON_ONE_SIDE: tuple[tuple[float, float], ...] = (
 )  # fmt: skip
 """How values come to one side of 0: normal ones moved by the first number; or where that is 0,
 their sizes times the second. What is made of those behind the first 7 float16 may not hold."""
-NOT_FINITE = {
-    "special": (math.nan, math.inf, -math.inf), "nan": (math.nan,),
-    "nan or infinite": (math.nan, math.inf),
-}  # fmt: skip
+OPEN, _ABOVE = "nan, or infinite and open", (math.nan, math.inf)
+NOT_FINITE = {"special": (*_ABOVE, -math.inf), OPEN: _ABOVE, "nan or infinite": _ABOVE}
+"""Open: what the infinite number reaches may be anything, since formulas differ there."""
 
 
 class Choices:
@@ -76,8 +75,8 @@ class Choices:
         seed: which of a class's members are taken.
         places: of factors, how many points before have the same level: which of its members this
             one takes, in a turn in which none comes twice. Of other factors the seed says it.
-        of_gradients: no value is infinite: formulas of a gradient may differ in what is left of it,
-            and a NaN in all that depends on it.
+        of_gradients: an infinite value leaves open what depends on it: formulas of a gradient may
+            differ there.
         choose: ``choose(factor, can)`` sets a factor's level and place, one of those that it can
             have; None: the levels are given.
     """
@@ -99,8 +98,10 @@ class Choices:
         self.chosen: dict[str, object] = {}
         """The levels, for people."""
         self.refused, self.hiding = set[str](), set[str]()
+        self.leaves_open = False
         """Factors whose level the call cannot have, for what others' are; and those whose level
-        hides what others do: no elements, numbers that are not finite, all dropped or skipped."""
+        hides what others do: no elements, numbers that are not finite, all dropped or skipped.
+        Last, whether what an infinite number reaches may be anything."""
 
     def hides(self, factor: str, it_does: bool) -> None:
         """Notes that nothing, or little, is seen in the results of what other factors do."""
@@ -237,7 +238,7 @@ class Choices:
         *shape: int,
         dtype: torch.dtype | None = None,
         ends: tuple[float | str, float | str] | None = ("root-huge", "root-tiny"),
-        more: tuple[str, ...] = ("nan",),
+        more: tuple[str, ...] = (OPEN,),
     ) -> Tensor:
         """Float values of one kind.
 
@@ -247,7 +248,7 @@ class Choices:
         """
         kinds = (*VALUES, *(ENDS if ends else ()), *more)
         if self.of_gradients:
-            kinds = tuple("nan" if kind in NOT_FINITE else kind for kind in kinds)
+            kinds = tuple(OPEN if kind in NOT_FINITE else kind for kind in kinds)
         kind = self.of(factor, *kinds)
         self.hides(factor, kind in NOT_FINITE)
         if ends and kind in ENDS:
@@ -274,29 +275,31 @@ class Choices:
             some = normal.mul(2.0).round() * (normal > 0.4)
             return some if equal is None else torch.full_like(normal, equal)
         if kind in NOT_FINITE and normal.numel():
-            self._spoil(factor, normal, NOT_FINITE[kind])
+            self._spoil(factor, normal, kind)
         return normal
 
     def spoil(self, **tensors: Tensor) -> None:
-        """Puts a NaN into each of them, or does not."""
+        """Puts what is not finite into each of them, or does not."""
         for name, tensor in tensors.items():
             factor = f"{name} has besides"
-            if self.of(factor, "finite", "nan") == "nan" and tensor.numel():
+            if self.of(factor, "finite", OPEN) == OPEN and tensor.numel():
                 self.hides(factor, True)
-                self._spoil(factor, tensor, NOT_FINITE["nan"])
+                self._spoil(factor, tensor, OPEN)
 
-    def _spoil(self, factor: str, tensor: Tensor, values: Sequence[float]) -> None:
+    def _spoil(self, factor: str, tensor: Tensor, kind: str) -> None:
         """One number, at one of its ends or between them, is not finite; or one of each kind."""
+        values = NOT_FINITE[kind]
         # Not in an order of chance: few rows are of these, and each of them hides the others.
         flat, turn = tensor.view(-1), self._places.get(factor, self.turn(factor))
         places = (0, flat.numel() // 2, flat.numel() - 1)
         count = len(values) if turn % 4 == 3 and flat.numel() > 2 else 1
         for number in range(count):
             flat[places[(turn + turn // 3 + number) % 3]] = values[(turn + number) % len(values)]
+        self.leaves_open |= kind == OPEN and bool(flat.isinf().any())
 
     def optional(self, factor: str, draw: Draw, *shape: int, **options: Any) -> Tensor | None:
         """Values, or None, which is a level like their kinds."""
-        more = ("none", *options.pop("more", ("nan",)))
+        more = ("none", *options.pop("more", (OPEN,)))
         found = self.values(factor, draw, *shape, more=more, **options)
         return None if self.chosen[factor] == "none" else found
 

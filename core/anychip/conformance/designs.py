@@ -148,6 +148,7 @@ class Asked(NamedTuple):
             layout=layout,
             statistical=is_random and is_apart and oracle_of(self.operator.spec).independent,
             gradient=choose.is_finite,
+            leaves_open=choose.leaves_open,
         )
         between = BETWEEN[choose.turn("between") % len(BETWEEN)]
         aside = () if self.streams else (SIDE_STREAM, AND_THREAD)

@@ -154,7 +154,14 @@ class Trial:
         """The oracle's outputs, then residuals; or every written tensor."""
         args, attrs = self.arguments
         with np.errstate(all="ignore"):
-            return oracle.forward(*(numbers(arg) for arg in args), **attrs)
+            return oracle.forward(*(numbers(arg, self.call) for arg in args), **attrs)
+
+    def settled(self, got: Tensor, want: Rounded) -> Tensor:
+        """A result on the host, NaN where the call leaves open what it is."""
+        host = got.detach().cpu()
+        if not self.call.leaves_open or not host.is_floating_point():
+            return host
+        return host.masked_fill(torch.as_tensor(np.isnan(want.value)), torch.nan)
 
     def compare(
         self,
@@ -171,11 +178,12 @@ class Trial:
             CheckFailedError: of the first result alone that is outside the bound.
         """
         lists = defaultdict[Any, list[Any]](list)
-        for name, got, want in zip(self.names(), results, wanted, strict=False):
+        for name, result, want in zip(self.names(), results, wanted, strict=False):
+            got = self.settled(result, want)
             lists[name.partition("[")[0], got.dtype].append((f"{name}{note}", got, want))
         for (name, _), found in lists.items():
             if len(found) > 1 and all(tuple(got.shape) == want.shape for _, got, want in found):
-                got = torch.cat([got.detach().cpu().reshape(-1) for _, got, _ in found])
+                got = torch.cat([got.reshape(-1) for _, got, _ in found])
                 found += [(f"{name}[:]{note}", got, joined([want for _, _, want in found]))]
                 with suppress(CheckFailedError):  # of which one, the others tell
                     context.compare(*found[-1], statistical=statistical)

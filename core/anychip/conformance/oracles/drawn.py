@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from anychip.conformance.calls import Arguments, Draw
-from anychip.conformance.choices import MOST_ROWS, Choices
+from anychip.conformance.choices import MOST_ROWS, OPEN, Choices
 from anychip.conformance.oracles import drawn_lists, quantization, reference
 from anychip.conformance.oracles.drawn_lists import SPECIAL, SQUARES
 from anychip.contract import OperatorSpec
@@ -23,7 +23,7 @@ Drawn = Callable[[Choices, Draw], Arguments]
 _SEEDS = ((0, 0), (1234, 5), (7, 2**32 - 3), (-1, 2**40))
 _ABOVE = ("nan or infinite",)
 """Of functions whose limit at -inf formulas miss: inf times 0."""
-_NAN = ("nan",)
+_NAN = (OPEN,)
 """Of sums of exponentials: inf - inf, or where nobody subtracts a maximum, inf. And of gelu:
 torch's own is NaN at inf on some hosts."""
 _FORMS = ("none", "tanh")
@@ -111,7 +111,7 @@ def _place(
     choose: Choices, draw: Draw, shape: Sequence[int]
 ) -> tuple[Tensor | None, dict[str, int]]:
     """Which rows of a whole these are, from which column on, and how wide it is."""
-    kind = choose.of("rows of a whole", "all", "some", "far")
+    kind = choose.of("rows of a whole", "all", "some", "far", "in a row")
     if kind == "all":
         return None, {}
     column = choose.number("column", (0,), (1,), (4, 2, 3, 5, 8, 16), (64, 100, 500, 31, 2000))
@@ -119,6 +119,8 @@ def _place(
     if math.prod(shape[:-1]) > 64:  # who draws in a simple way draws for all columns of the whole
         column, more = min(column, 1), min(more, 1)
     rows = draw.integers(1000, *shape[:-1]) + (2**40 if kind == "far" else 0)
+    if kind == "in a row":  # whose numbers may be drawn together
+        rows = torch.arange(rows.numel()).view(rows.shape) + choose.turn("first row") % 1000
     return rows, {"width": shape[-1] + column + more, "column": column}
 
 
@@ -143,11 +145,7 @@ def _dropout_add_norm(choose: Choices, draw: Draw, *, bias: bool) -> Arguments:
 
 
 def _element(
-    choose: Choices,
-    draw: Draw,
-    *,
-    more: tuple[str, ...] = _ABOVE,
-    **options: tuple[tuple[Any, ...], ...],
+    choose: Choices, draw: Draw, *, more: tuple[str, ...] = _ABOVE, **options: tuple[Any, ...]
 ) -> Arguments:
     x = choose.values("x", draw, *choose.shape(), ends=SQUARES, more=more)
     return (x,), {name: choose.number(name, *classes) for name, classes in options.items()}
@@ -169,8 +167,7 @@ def _gated(
         choose.values(name, draw, *shape, ends=("root-huge", "tiny"), more=kinds)
         for name, kinds in (("gate", more), ("up", _NAN))
     )
-    args = gate, up
-    return args, {name: choose.of(name, *values) for name, values in options.items()}
+    return (gate, up), {name: choose.of(name, *values) for name, values in options.items()}
 
 
 def _broadcast(choose: Choices, factor: str, shape: list[int]) -> list[int] | None:
@@ -488,12 +485,8 @@ def _linear_cross_entropy(choose: Choices, draw: Draw) -> Arguments:
     target = _targets(choose, draw, classes, rows, attrs["ignore_index"])
     weight = choose.values("weight", draw, classes, inputs, ends=None, more=_NAN) * 0.125
     bias = choose.optional("bias", draw, classes, ends=None, more=_NAN)
-    return (
-        choose.values("x", draw, *rows, inputs, ends=None, more=_NAN),
-        weight,
-        target,
-        bias,
-    ), attrs
+    x = choose.values("x", draw, *rows, inputs, ends=None, more=_NAN)
+    return (x, weight, target, bias), attrs
 
 
 def _linear_cross_entropy_partials(choose: Choices, draw: Draw) -> Arguments:
@@ -505,9 +498,8 @@ def _linear_cross_entropy_partials(choose: Choices, draw: Draw) -> Arguments:
     # Among all classes of three parts.
     where = {"own": (start,), "first": (0,), "second": (classes,), "third": (2 * classes,)}
     target = draw.integers(classes, *rows) + choose.member("target", where)
-    return (choose.values("x", draw, *rows, inputs, ends=None, more=_NAN), weight, target, bias), {
-        "first": start
-    }
+    x = choose.values("x", draw, *rows, inputs, ends=None, more=_NAN)
+    return (x, weight, target, bias), {"first": start}
 
 
 def _quantize(choose: Choices, draw: Draw) -> Arguments:
@@ -538,7 +530,7 @@ def _hadamard(choose: Choices, draw: Draw) -> Arguments:
 
 
 def _top_k(choose: Choices, draw: Draw) -> Arguments:
-    x = choose.values("x", draw, *choose.shape())
+    x = choose.values("x", draw, *choose.shape(), more=SPECIAL)
     last = x.shape[-1]
     few, many = 2 + choose.turn("few") % 8, 10 + choose.turn("many") % 40
     count = {"one": 1, "all": last, "half": last // 2, "few": min(few, last), "none": 0,

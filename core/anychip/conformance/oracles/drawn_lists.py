@@ -30,7 +30,7 @@ _SHAPES: Mapping[str, tuple[tuple[int, ...], ...]] = {
 
 MANY = 12
 """Tensors of a class's shapes; those behind them have few elements."""
-_COUNTS = (7, 9, 16, 33, 12, 8, 20, 340, 10, 24, 6, 14, 70, 18, 28, 11, 36, 22)
+_COUNTS = (7, 9, 16, 33, 12, 8, 20, 340, 10, 24, 6, 14, 70, 18, 28, 11, 36, 128)
 """Among them once what several launches of a kernel share."""
 
 
@@ -66,14 +66,15 @@ def l2_norm(choose: Choices, draw: Draw) -> Arguments:
 
 def sums_of_squares(choose: Choices, draw: Draw) -> Arguments:
     """Exact ones, of the smallest numbers too."""
-    return (_listed(choose, draw, "tensors' values", ends=("huge", "subnormal")),), {}
+    ends = ("huge", "subnormal")
+    return (_listed(choose, draw, "tensors' values", ends=ends, more=SPECIAL),), {}
 
 
 def clip(choose: Choices, draw: Draw) -> Arguments:
     norms = (3.0, 1.5, 20.0), (0.5, 0.01), (0.0,), (1e6, 1e3), (math.inf,)
     norm = draw.scalar(choose.number("norm", *norms))
     attrs = {"max_norm": choose.number("max_norm", (1.0,), (0.25, 0.1, 0.01), (8.0, 2.0, 10.0))}
-    return (_listed(choose, draw, "tensors' values", ends=SQUARES), norm), attrs
+    return (_listed(choose, draw, "tensors' values", ends=SQUARES, more=SPECIAL), norm), attrs
 
 
 def unscale(choose: Choices, draw: Draw) -> Arguments:
@@ -85,12 +86,9 @@ def unscale(choose: Choices, draw: Draw) -> Arguments:
 
 
 def _given(
-    choose: Choices,
-    draw: Draw,
-    factor: str,
-    *classes: Sequence[float | None],
+    choose: Choices, draw: Draw, factor: str, *classes: Sequence[float | None],
     hides: float | None = None,
-) -> Tensor | None:
+) -> Tensor | None:  # fmt: skip
     value = choose.number(factor, *classes, hides=hides)
     return None if value is None else draw.scalar(value)
 
@@ -98,12 +96,10 @@ def _given(
 def _step(choose: Choices, draw: Draw, *, averages: int, **rule: Any) -> Arguments:
     """A step of an update rule; the decay and the rates of averages of every rule are alike."""
     shapes, wide = _shapes(choose), torch.float32
-    of_params = choose.of("params in", "float32", "the own type", "both")
     dtypes = {"float32": (wide,), "the own type": (draw.dtype,), "both": (wide, draw.dtype)}
+    own = dtypes[choose.of("params in", *dtypes)]
     params = [
-        choose.values(
-            "params", draw, *s, dtype=dtypes[of_params][i % len(dtypes[of_params])], more=()
-        )
+        choose.values("params", draw, *s, dtype=own[i % len(own)], more=())
         for i, s in enumerate(shapes)
     ]
     grads = [choose.values("grads", draw, *shape, more=()) for shape in shapes]
@@ -122,8 +118,8 @@ def _step(choose: Choices, draw: Draw, *, averages: int, **rule: Any) -> Argumen
     steps = (3.0, 2.0, 5.0), (0.0,), (1.0,), (2050.0, 1000.0), (255.0, 100.0), (65_535.0,)
     step = draw.scalar(choose.number("step", *steps))
     decay = choose.number("weight_decay", (0.1, 0.01, 1e-3), (0.0,), (1.0, 0.5, 2.0, 0.2))
-    attrs = {**rule, "weight_decay": decay}
-    return (params, grads, *moments, lr, step, *scalars, copies), attrs
+    args = (params, grads, *moments, lr, step, *scalars, copies)
+    return args, {**rule, "weight_decay": decay}
 
 
 _LARGE_EPS = (1e-3, 0.01, 0.003, 0.05), (1.0, 0.1, 0.3, 2.0)

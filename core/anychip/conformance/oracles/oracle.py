@@ -55,13 +55,18 @@ def differentiable(answer: Callable[..., Answer]) -> Oracle:
     )
 
 
-def numbers(arg: Any) -> Any:
-    """An argument as an oracle takes it: float tensors as Rounded, other tensors as arrays."""
+def numbers(arg: Any, call: Call | None = None) -> Any:
+    """An argument as an oracle takes it: float tensors as Rounded, other tensors as arrays.
+
+    Of a call whose infinite numbers leave something open they are NaN.
+    """
     if isinstance(arg, Tensor):
         host = arg.detach().cpu()
         if not host.is_floating_point():
             return host.numpy()
+        if call is not None and call.leaves_open:
+            host = host.masked_fill(host.isinf(), torch.nan)
         return Rounded.exact(host.double().numpy(), STORED[host.dtype])
     if isinstance(arg, (list, tuple)):
-        return [numbers(entry) for entry in arg]
+        return [numbers(entry, call) for entry in arg]
     return arg

@@ -98,10 +98,10 @@ class Choices:
         self.chosen: dict[str, object] = {}
         """The levels, for people."""
         self.refused, self.hiding = set[str](), set[str]()
-        self.leaves_open = False
         """Factors whose level the call cannot have, for what others' are; and those whose level
-        hides what others do: no elements, numbers that are not finite, all dropped or skipped.
-        Last, whether what an infinite number reaches may be anything."""
+        hides what others do: no elements, numbers that are not finite, all dropped or skipped."""
+        self.leaves_open = False
+        """Whether what an infinite number reaches may be anything."""
 
     def hides(self, factor: str, it_does: bool) -> None:
         """Notes that nothing, or little, is seen in the results of what other factors do."""

@@ -208,8 +208,10 @@ def _together(
     if not pairs:
         return args, ()
     first, second = pairs[0]
-    # Of two arguments one may be as large, or not finite, as the other may not.
-    is_near = not {*ENDS, *NOT_FINITE} & {*choose.chosen.values()}
+    # Of two arguments one may be as large, or not finite, as the other may not; in float16 both
+    # gradients infinite, of opposite signs.
+    far = {*ENDS, *NOT_FINITE, *(["wide"] if choose.chosen["dtype"] == torch.float16 else [])}
+    is_near = not far & {*choose.chosen.values()}
     how = choose.of(TWO, "apart", "one tensor", "parts of one", can=(True, is_near, True))
     if how == "one tensor":
         args = (*args[:second], args[first], *args[second + 1 :])

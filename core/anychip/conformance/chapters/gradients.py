@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from anychip.conformance import blocks, designs
-from anychip.conformance.arithmetic import UNIT, Rounded, where
+from anychip.conformance.arithmetic import UNIT, Rounded
 from anychip.conformance.calling_rules import alike
 from anychip.conformance.calls import READ_ONLY_LAYOUTS, Call, Layout, PlacedCall, place, stream
 from anychip.conformance.case import (
@@ -91,12 +91,8 @@ class GradientTrial(Trial):
             if args[first] is args[second]:  # one leaf, whose gradient is the sum of both
                 ends = [self.signature.positional[index] for index in (first, second)]
                 if set(ends) <= named.keys():
-                    format = FORMATS[args[first].dtype]
-                    one, two = (named[end].stored(format) for end in ends)
-                    # Out of range each is infinite, and of opposite signs their sum no number.
-                    far = np.minimum(np.abs(one.value), np.abs(two.value)) > 2 * format.largest
-                    lost = far & (one.value * two.value < 0)
-                    named |= dict.fromkeys(ends, where(lost, np.nan, one + two))
+                    parts = [named[end].stored(FORMATS[args[first].dtype]) for end in ends]
+                    named |= dict.fromkeys(ends, parts[0] + parts[1])
         self._known = grads, named
         return named
 

@@ -6,7 +6,8 @@ a case belongs to slice ``stable_hash(id) mod 37``, and commit n (counted along 
 slice ``n mod 37``, so that 37 consecutive commits ask everything. A case that has failed once
 stands in ``tests/failed_before.txt`` and is asked by every commit. Cases that share what is dear,
 like a job of ranks, are marked ``grid("its name")`` and are of one slice. Of tests that take
-long, whose ids begin as a line of ``tests/thirds.txt`` does, commits ask a third each.
+long, whose ids begin as a line of ``tests/thirds.txt`` does, a slice asks
+the third of its number mod 3: three commits ask all, or four where slices begin anew.
 
 ``ANYCHIP_SLICE`` (0 to 36, or ``all``) overrides the count, and must be set where there is no
 history to count: in an unpacked archive, or in a shallow clone.
@@ -26,7 +27,7 @@ THIRDS = Path(__file__).with_name("thirds.txt")
 SLICES = 37
 VARIABLE = "ANYCHIP_SLICE"
 LONG_CHAPTERS = ("streams/", "optimizer/", "zero/", "pipeline/", "training/", "errors/")
-"""Of an emulated chip commits ask a third each."""
+"""Of an emulated chip a commit asks a third."""
 
 
 _NO_HISTORY = (

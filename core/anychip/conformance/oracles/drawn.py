@@ -23,9 +23,9 @@ Drawn = Callable[[Choices, Draw], Arguments]
 _SEEDS = ((0, 0), (1234, 5), (7, 2**32 - 3), (-1, 2**40))
 _ABOVE = ("nan or infinite",)
 """Of functions whose limit at -inf formulas miss: inf times 0."""
-_NAN = (OPEN,)
+_OPEN = (OPEN,)
 """Of sums of exponentials: inf - inf, or where nobody subtracts a maximum, inf. And of gelu:
-torch's own is NaN at inf on some hosts."""
+torch's own is NaN at inf on some hosts. Values are of this kind where nothing else is said."""
 _FORMS = ("none", "tanh")
 _SMALL_EPS, _LARGE_EPS = (1e-3, 1e-4, 0.002, 5e-4), ((0.5, 0.1, 0.2, 0.05, 0.3, 0.7), (1.0, 2.0))
 _LONG = (300, 100, 200, 600, 1100)
@@ -153,8 +153,8 @@ def _element(
 
 def _bias_gelu(choose: Choices, draw: Draw) -> Arguments:
     shape = choose.shape()
-    x = choose.values("x", draw, *shape, more=_NAN)
-    args = x, choose.values("bias", draw, shape[-1], more=_NAN)
+    x = choose.values("x", draw, *shape)
+    args = x, choose.values("bias", draw, shape[-1])
     return args, {"approximate": choose.of("approximate", *_FORMS)}
 
 
@@ -165,7 +165,7 @@ def _gated(
     # An infinite factor of what is nearly 0 is infinite, or where it is flushed not a number.
     gate, up = (
         choose.values(name, draw, *shape, ends=("root-huge", "tiny"), more=kinds)
-        for name, kinds in (("gate", more), ("up", _NAN))
+        for name, kinds in (("gate", more), ("up", _OPEN))
     )
     return (gate, up), {name: choose.of(name, *values) for name, values in options.items()}
 
@@ -183,7 +183,7 @@ def _softmax(choose: Choices, draw: Draw) -> Arguments:
     shape = choose.rows(high=1025)
     room = choose.room(*shape)
     shape += [room.size("queries"), room.size("keys")]
-    x = choose.values("x", draw, *shape, ends=(60.0, 1e-4), more=_NAN)
+    x = choose.values("x", draw, *shape, ends=(60.0, 1e-4), more=_OPEN)
     of_mask = _broadcast(choose, "mask", shape)
     of_bias = _broadcast(choose, "bias", shape)
     mask = None if of_mask is None else draw.uniform(*of_mask) < 0.7
@@ -237,7 +237,7 @@ def _attended(choose: Choices, draw: Draw, factor: str, *shape: int) -> Tensor:
     it does not see, or multiply it by 0.
     """
     ends = ("root-huge", "root-tiny") if factor == "v" else (12.0, 2.0**-12)
-    more = _NAN if factor == "q" and not choose.of_gradients else ()
+    more = _OPEN if factor == "q" and not choose.of_gradients else ()
     values = choose.values(factor, draw, *shape, ends=ends, more=more)
     return draw.normal(*shape) if draw.dtype == torch.float16 else values
 
@@ -467,7 +467,7 @@ def _cross_entropy(choose: Choices, draw: Draw) -> Arguments:
     rows, attrs = choose.rows(high=MOST_ROWS), _loss_attrs(choose)
     classes = choose.room(*rows).size("classes")
     target = _targets(choose, draw, classes, rows, attrs["ignore_index"])
-    logits = choose.values("logits", draw, *rows, classes, ends=(60.0, 1e-4), more=_NAN)
+    logits = choose.values("logits", draw, *rows, classes, ends=(60.0, 1e-4), more=_OPEN)
     return (logits, target), attrs
 
 
@@ -483,22 +483,22 @@ def _linear_cross_entropy(choose: Choices, draw: Draw) -> Arguments:
     if draw.dtype == torch.float16:  # which may hold gradients of logits: of these, z_loss * logit
         attrs["z_loss"] = min(attrs["z_loss"], 1e-3)
     target = _targets(choose, draw, classes, rows, attrs["ignore_index"])
-    weight = choose.values("weight", draw, classes, inputs, ends=None, more=_NAN) * 0.125
-    bias = choose.optional("bias", draw, classes, ends=None, more=_NAN)
-    x = choose.values("x", draw, *rows, inputs, ends=None, more=_NAN)
+    weight = choose.values("weight", draw, classes, inputs, ends=None) * 0.125
+    bias = choose.optional("bias", draw, classes, ends=None)
+    x = choose.values("x", draw, *rows, inputs, ends=None)
     return (x, weight, target, bias), attrs
 
 
 def _linear_cross_entropy_partials(choose: Choices, draw: Draw) -> Arguments:
     rows, inputs, classes = _product(choose)
-    weight = choose.values("weight", draw, classes, inputs, ends=None, more=_NAN) * 0.125
-    bias = choose.optional("bias", draw, classes, ends=None, more=_NAN)
+    weight = choose.values("weight", draw, classes, inputs, ends=None) * 0.125
+    bias = choose.optional("bias", draw, classes, ends=None)
     first = {"none": (0,), "one": (1,), "a part": (classes,), "two parts": (2 * classes,)}
     start = choose.member("first", first)
     # Among all classes of three parts.
     where = {"own": (start,), "first": (0,), "second": (classes,), "third": (2 * classes,)}
     target = draw.integers(classes, *rows) + choose.member("target", where)
-    x = choose.values("x", draw, *rows, inputs, ends=None, more=_NAN)
+    x = choose.values("x", draw, *rows, inputs, ends=None)
     return (x, weight, target, bias), {"first": start}
 
 
@@ -548,7 +548,7 @@ DRAWN: Mapping[str, Drawn] = {
     "bias_dropout_add": _bias_dropout_add,
     "dropout_add_rms_norm": partial(_dropout_add_norm, bias=False),
     "dropout_add_layer_norm": partial(_dropout_add_norm, bias=True),
-    "gelu": partial(_element, more=_NAN, approximate=(("none",), ("tanh",))),
+    "gelu": partial(_element, more=_OPEN, approximate=(("none",), ("tanh",))),
     **dict.fromkeys(("silu", "relu", "relu2", "sigmoid", "tanh"), _element),
     "softplus": partial(
         _element,
@@ -557,7 +557,7 @@ DRAWN: Mapping[str, Drawn] = {
     ),
     "bias_gelu": _bias_gelu,
     "swiglu": _gated,
-    "geglu": partial(_gated, more=_NAN, approximate=_FORMS),
+    "geglu": partial(_gated, more=_OPEN, approximate=_FORMS),
     "softmax": _softmax,
     "rope": _rope,
     "attention": _attention,

@@ -56,6 +56,10 @@ class Wrong(Protocol):
         """The backend, in the process that is to ask it."""
         ...
 
+    def before(self, case: str) -> None:
+        """Told of each case before it is asked."""
+        ...
+
     def why(self) -> str:
         """Why no case that has been asked noticed."""
         ...
@@ -73,6 +77,7 @@ class Question:
         cases: ids, to ask these and no others.
         wrong: makes another backend in place of that of this name, and says why it survives.
         chapters: whose cases are asked, whatever operators they come to.
+        limit_s: of processor time for each case; None: what is usual for the level.
     """
 
     backend: Backend
@@ -83,6 +88,7 @@ class Question:
     cases: tuple[str, ...] | None = None
     wrong: Wrong | None = None
     chapters: tuple[str, ...] = ()
+    limit_s: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,7 +123,9 @@ def main(question: Question, pipe: Connection) -> None:
     designs.FAILURES = 1  # more are for what they have in common
     for asked, case in enumerate(cases):
         pipe.send(case.id)
-        signal.setitimer(signal.ITIMER_PROF, LIMIT_S[question.level])
+        if question.wrong:
+            question.wrong.before(case.id)
+        signal.setitimer(signal.ITIMER_PROF, question.limit_s or LIMIT_S[question.level])
         result = run_case(case, backend, question.level)
         if not result.ok:
             is_exception = "\nraised at " in result.reason

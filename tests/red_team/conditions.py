@@ -39,6 +39,13 @@ class Call:
     values: dict[str, Any]
     history: History = field(default_factory=History)
     on_side_stream: bool = False
+    measured: dict[tuple[str, str], Any] = field(default_factory=dict)
+
+    def measure(self, name: str, argument: str) -> Any:
+        """One of MEASURES of an argument, taken once."""
+        if (name, argument) not in self.measured:
+            self.measured[name, argument] = MEASURES[name](self.values.get(argument))
+        return self.measured[name, argument]
 
     def tensors(self) -> Iterator[Tensor]:
         """All of them, those in lists too."""
@@ -121,12 +128,13 @@ def _same_storage(call: Call) -> bool:
 
 
 COUNT = "such calls before"
+OF_OTHER_CALLS = SAME_SHAPES, SAME_ADDRESS = (
+    "the shapes are those of the call before", "a tensor lies where one of an earlier call lay",
+)  # fmt: skip
 STATES: Mapping[str, Callable[[Call], Any]] = {
     COUNT: lambda call: call.history.count,
-    "the shapes are those of the call before": lambda call: call.shapes() == call.history.shapes,
-    "a tensor lies where one of an earlier call lay": lambda call: any(
-        t.data_ptr() in call.history.addresses for t in call.tensors()
-    ),
+    SAME_SHAPES: lambda call: call.shapes() == call.history.shapes,
+    SAME_ADDRESS: lambda call: any(t.data_ptr() in call.history.addresses for t in call.tensors()),
     "two tensors share a storage": _same_storage,
     "not the main thread": lambda call: threading.current_thread() is not threading.main_thread(),
     "on a side stream": lambda call: call.on_side_stream,
@@ -168,11 +176,10 @@ class Condition(NamedTuple):
         if self.measure in STATES:
             found = STATES[self.measure](call)
         else:
-            value = call.values.get(self.argument)
             is_optional = self.measure in ("{} is None", "{}")
-            if value is None and not is_optional:
+            if call.values.get(self.argument) is None and not is_optional:
                 return False
-            found = MEASURES[self.measure](value)
+            found = call.measure(self.measure, self.argument)
         if found is None and self.comparison not in ("==", "!="):
             return False
         return COMPARISONS[self.comparison](found, self.number)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.meta.asynchronous import AsynchronousBackend, AsynchronousMemory, Event, Stream
 from tests.meta.wrong import with_method
-from tests.red_team.conditions import COUNT, Call, Condition, draw_condition
+from tests.red_team.conditions import COUNT, OF_OTHER_CALLS, Call, Condition, draw_condition
 from tests.red_team.effects import RAISED, Effect, wrong_numbers
 from tests.red_team.mistake import Mistake
 from tests.red_team.seam import on_side_stream
@@ -25,10 +25,7 @@ CHAPTERS = ("device", "memory", "random", "streams")
 OWN = "calls of this object before"
 NOTHING, STALE, OTHER = "nothing happens", "the result is that of the call before", "{} is another"
 CALLS_PROBED = 80
-OF_TENSORS = (
-    "two tensors share a storage", "a tensor lies where one of an earlier call lay",
-    "the shapes are those of the call before",
-)  # fmt: skip
+OF_TENSORS = ("two tensors share a storage", *OF_OTHER_CALLS)
 """States that calls without tensors do not have."""
 
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.mutants.subjects import Backend as Name
-from tests.red_team.conditions import Call, Condition, History
-from tests.red_team.effects import Effect
+from tests.red_team.conditions import OF_OTHER_CALLS, Call, Condition, History
+from tests.red_team.effects import BUFFER, STALE, Effect
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +37,13 @@ class Mistake:
         """A short hash of what it says."""
         return hashlib.sha256(str(self).encode()).hexdigest()[:10]
 
+    @property
+    def needs_all_calls(self) -> bool:
+        """Whether it depends on calls that do not meet its conditions."""
+        return self.effect.name in (STALE, BUFFER) or any(
+            c.measure in OF_OTHER_CALLS for c in self.conditions
+        )
+
     def to_json(self) -> dict[str, Any]:
         """For the file of results."""
         return {"id": self.id, "text": str(self), "conditions": len(self.conditions)}
@@ -59,6 +66,9 @@ class Mistake:
         for name in [*map(str, held), *everything]:
             self.history.met[name] = self.history.met.get(name, 0) + 1
         return bool(everything)
+
+    def before(self, case: str) -> None:
+        """Nothing: what is wrong is so in every case."""
 
     def why(self) -> str:
         """Why nobody noticed, from the calls that came here."""

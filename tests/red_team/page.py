@@ -13,6 +13,7 @@ from tests.mutants.campaign import Verdict
 from tests.mutants.page import put, table
 from tests.mutants.subjects import ROOT
 from tests.red_team.mistake import Mistake
+from tests.red_team.reach import Reach
 
 PAGE = ROOT / "docs" / "red-team.md"
 START = "<!-- written by make red-team -->"
@@ -77,6 +78,17 @@ def tables(verdicts: Sequence[Verdict[Mistake]], discarded: Counter[str], seed: 
         _grouped("effect", lambda m: (m.effect.kind,), verdicts),
         _survivors(verdicts),
     ))  # fmt: skip
+
+
+def reached(come: Reach, mistakes: Sequence[Mistake]) -> str:
+    """To how many mistakes in rows a case of level quick comes, and which ones are left."""
+    known = [m for m in mistakes if m.id in come]
+    rows = []
+    for number in sorted({len(m.conditions) for m in known}):
+        such = [bool(come[m.id]) for m in known if len(m.conditions) == number]
+        rows.append((str(number), str(len(such)), f"{100.0 * sum(such) / len(such):.1f} %"))
+    left = [f"no case comes to {m}" for m in known if not come[m.id]]
+    return "\n".join((*left, "", table(("conditions", "in rows", "reached"), rows)))
 
 
 def _grouped(

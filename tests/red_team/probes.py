@@ -243,8 +243,8 @@ class _Drawn:
 
 
 def _written(value: float) -> float:
-    """As somebody would write it: 1e-6, not 1e-5 / 10, which no call but one's own can meet."""
-    return float(f"{value:.6g}")
+    """As somebody would write it: 1e-6 and 0.1; not 1e-5 / 10 nor 1e-5 + 0.1, as no kernel has."""
+    return float(f"{value:.2g}")
 
 
 def _each(value: Any) -> Iterator[Any]:

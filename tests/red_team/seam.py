@@ -78,12 +78,12 @@ class Seam:
             call = Call(dict(zip(names, args, strict=True)) | attrs)
             if any(isinstance(t, FakeTensor) for t in call.tensors()):
                 return row(*args, **attrs)
+            call.on_side_stream = on_side_stream(self.backend)
             self.on_call(target, call)
             mistake = self.mistake
             if mistake is None or mistake.target != target:
                 return row(*args, **attrs)
             call.history = mistake.history
-            call.on_side_stream = on_side_stream(self.backend)
             applies = mistake.applies(call)
             call.enter()
             effect = mistake.effect if applies else Effect("nothing")

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from tests.red_team.generation import differ, outcome
 from tests.red_team.methods import METHODS, method_mistakes
 from tests.red_team.mistake import Mistake
 from tests.red_team.probes import probe
+from tests.red_team.reach import reach
 from tests.red_team.seam import SIGNATURES, SPECS, Seam
 
 
@@ -82,9 +84,13 @@ def test_mistake_on_a_side_stream_is_found_and_one_of_huge_sizes_is_not_reached(
     if SIGNATURES[operator].lists[0]:
         list_of = "elements of all {}", huge[1], ">=", 1 << 60
         missed = replace(missed, conditions=(Condition(*list_of),))
-    campaign = Campaign(Pool(1, OURS, SILENCE_S), about)
+    pool = Pool(1, OURS, SILENCE_S)
+    come = reach(pool, [found, missed])
+    assert come[missed.id] == ()
+    campaign = Campaign(pool, partial(about, come=come))
     verdicts = campaign.run([found], ())
     campaign.check_killers(verdicts)
     assert verdicts[0].answer.case.endswith(("rule:side-stream", "/design"))
+    assert verdicts[0].answer.case in come[found.id]
     ((_, answer, _),) = campaign.pool.ask([(0, about(missed, "quick"))])
     assert (answer.outcome, answer.reason) == ("survived", f"no call meets {missed.conditions[0]}")

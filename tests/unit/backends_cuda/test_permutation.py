@@ -118,17 +118,6 @@ def test_gradient_of_permute_is_the_sum_over_the_copies(chip: Chip, dtype: torch
         row.function(args[0][:44], *args[1:], num_experts=4, needs=(True,))
 
 
-def test_tensors_at_any_address_have_the_bits_of_their_copies(chip: Chip) -> None:
-    (row,) = chip.table.rows("permute", "forward")
-    whole, indices = _routed(12, 2, 3, 40, torch.bfloat16)
-    whole, wide = whole.to(chip.device), indices.repeat(2, 2).to(chip.device)[::2, ::2]
-    moved = whole.view(-1)[1:401].view(10, 40)
-    for x in (moved, whole[:10, 3:19], whole[:10].t().contiguous().t()):
-        got = row.function(x, wide[:10], num_experts=3)
-        want = _want(x.cpu().contiguous(), wide[:10].cpu(), 3)
-        assert bits([t.cpu() for t in got]) == bits(want)
-
-
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
 def test_indices_outside_of_the_experts_stand_behind_all(chip: Chip, dtype: torch.dtype) -> None:
     x = torch.arange(6.0)[:, None]

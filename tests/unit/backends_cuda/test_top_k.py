@@ -100,17 +100,6 @@ def test_scratch_that_was_used_before_changes_nothing(chip: Chip) -> None:
         assert bits([values.cpu(), indices.cpu()]) == bits([t[0] for t in _want(x.cpu(), 2500)])
 
 
-@pytest.mark.parametrize("length", [100, 2500])
-def test_tensors_at_any_address_have_the_bits_of_their_copies(chip: Chip, length: int) -> None:
-    whole = drawn(2 * length + 3).to(chip.device)
-    for x in (
-        whole[1 : length + 1],
-        whole[3 : 3 + 2 * length : 2],
-        whole[: 2 * length].view(length, 2).t(),
-    ):
-        assert bits(_top_k(chip, x, 9)) == bits(_want(x.cpu(), 9))
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gradient_goes_to_where_a_value_came_from(chip: Chip, dtype: torch.dtype) -> None:
     x = drawn(5, 70, dtype=dtype)

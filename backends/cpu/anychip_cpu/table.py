@@ -23,9 +23,11 @@ def address(tensor: Tensor | None) -> int:
 
 
 def rows_of(x: Tensor) -> tuple[int, int]:
-    """How many rows there are along the last dim, and their width; a 0-dim tensor is one of 1."""
-    hidden = x.shape[-1] if x.dim() else 1
-    return (x.numel() // hidden if hidden else 0), hidden
+    """How many rows there are along the last dim, and their width; a 0-dim tensor is one of 1.
+
+    Rows of no numbers are rows too: they have statistics.
+    """
+    return x.shape[:-1].numel(), x.shape[-1] if x.dim() else 1
 
 
 def have_one_dtype(one: Tensor, other: Tensor, *_: object, **__: object) -> bool:

@@ -42,13 +42,13 @@ ROWS: Mapping[str, tuple[tuple[int, ...], ...]] = {
     "beside a power of two": ((17,), (31,), (33,), (63,), (65,), (15,), (127,), (129,)),
     "a power of two": ((8,), (16,), (32,), (64,), (128,), (2, 8), (4, 16), (16, 1)),
     "many": ((70,), (40,), (10, 13), (48,), (96,), (20,), (112,), (5, 25)),
-    "very many": ((300,), (257,), (512,), (600,), (1024,), (1025,), (2000,), (40, 30), (4096,),
-                  (6720,), (20000,), (8191,), (3, 1500), (300, 7)),
+    "very many": ((300,), (257,), (512,), (600,), (1024,), (1025,), (2000,), (40, 30), (300, 7)),
+    "thousands": ((4096,), (6720,), (20000,), (8191,), (3, 1500), (16384,)),
 }  # fmt: skip
 """All dims but the last."""
 FEW_ROWS, MOST_ROWS, LARGEST = 130, 20000, 20000
 ELEMENTS = tuple(
-    1 << bits for bits in (12, 13, 14, 12, 15, 13, 12, 17, 12, 13, 14, 12, 15, 13, 12, 12)
+    1 << bits for bits in (12, 13, 14, 12, 15, 13, 12, 18, 12, 13, 14, 12, 15, 13, 12, 12)
 )
 """So many a call has, one row of a design another number than another: what is large in all dims
 costs too much to be asked often."""
@@ -211,15 +211,11 @@ class Choices:
         self.hides(factor, not found)
         return found
 
-    def rows(self, factor: str = "rows", *, dims: int = 5, high: int = FEW_ROWS) -> list[int]:
-        """All dims of a shape but the last; without those that have too many dims or rows."""
-
-        def fits(shape: tuple[int, ...]) -> bool:
-            return len(shape) <= dims and math.prod(shape) <= high
-
-        found = {name: shapes for name, shapes in ROWS.items() if any(map(fits, shapes))}
-        shape = self.member(factor, found, fits)
-        self.hides(factor, 0 in shape)
+    def rows(self, *, high: int = FEW_ROWS) -> list[int]:
+        """All dims of a shape but the last, of up to so many rows."""
+        few = {name: [s for s in shapes if math.prod(s) <= high] for name, shapes in ROWS.items()}
+        shape = self.member("rows", {name: shapes for name, shapes in few.items() if shapes})
+        self.hides("rows", 0 in shape)
         return list(shape)
 
     def room(self, *sizes: int, elements: int | None = None) -> Room:
@@ -227,9 +223,9 @@ class Choices:
         return Room(self, elements or ELEMENTS[self.turn("elements") % len(ELEMENTS)], *sizes)
 
     def shape(self) -> list[int]:
-        """Rows, and a last dim, which is short where there are very many."""
+        """Rows, and a last dim, which is short where there are very many; or 0."""
         rows = self.rows(high=MOST_ROWS)
-        return [*rows, self.room(*rows).size("width")]
+        return [*rows, self.room(*rows).size("width", none=True)]
 
     def values(
         self,

@@ -207,7 +207,7 @@ def _rope(choose: Choices, draw: Draw) -> Arguments:
     heads, kv_heads, dim = _heads(choose)
     most = max((1 << 14) // (heads * dim), 1)
     batch = choose.number_up_to(most, "batch", (1,), (2,), (3, 4, 5, 8, 16, 20, 33), (0,), _LONG)
-    length = choose.room(batch, heads, dim).size("length")
+    length = choose.room(batch, heads, dim).size("length", none=True)
     half = max(dim // choose.of("rotated", 1, 2, 4), 2) // 2
     q, k = (
         choose.values(name, draw, batch, length, count, dim, more=SPECIAL)
@@ -279,7 +279,8 @@ def _attention(choose: Choices, draw: Draw, *, dropout: bool = False) -> Argumen
 
 
 _LENGTHS: Mapping[str, tuple[tuple[int, ...], ...]] = {
-    "three": ((5, 3, 9),), "one": ((17,), (5,), (16,), (130,), (1,), (260,)), "no group": ((),),
+    "three": ((5, 3, 9),), "no group": ((),),
+    "one": ((17,), (4,), (16,), (2,), (130,), (1,), (8,), (260,)),
     "an empty one first": ((0, 7, 4),), "an empty one last": ((7, 4, 0),),
     "empty ones between": ((5, 0, 0, 3), (5, 0, 8)), "only empty ones": ((0, 0), (0,)),
     "of one each": ((1,) * 7, (1,) * 2, (1,) * 33, (1,) * 16),
@@ -375,8 +376,8 @@ def _grouped_linear(choose: Choices, draw: Draw) -> Arguments:
     )
     rows = (int(offsets[-1]) if len(offsets) else 0) + choose.of("rows of no group", 0, 1, 5)
     room = choose.room(max(rows, len(offsets)))
-    inputs = room.size("inputs")
-    outputs = choose.room(max(rows, inputs * len(offsets))).size("outputs")
+    inputs = room.size("inputs", none=True)
+    outputs = choose.room(max(rows, inputs * len(offsets))).size("outputs", none=True)
     x = choose.values("x", draw, rows, inputs)
     weight = choose.values("weight", draw, len(offsets), outputs, inputs)
     return (x, weight, offsets), {"out_dtype": _out_dtype(choose)}
@@ -386,7 +387,7 @@ def _routed(choose: Choices) -> tuple[int, int, int]:
     """Tokens, choices of each, and how wide they are."""
     choices = choose.number("choices", (2,), (1,), (3, 5), (8, 4, 6), (16, 10, 33, 64, 100))
     room = choose.room(choices)
-    return room.size("tokens", none=True), choices, room.size("width")
+    return room.size("tokens", none=True), choices, room.size("width", none=True)
 
 
 def _permute(choose: Choices, draw: Draw) -> Arguments:
@@ -428,7 +429,7 @@ def _unpermute(choose: Choices, draw: Draw) -> Arguments:
 def _embedding(choose: Choices, draw: Draw) -> Arguments:
     shape = choose.rows(high=MOST_ROWS)
     count = choose.room().size("count")
-    width = choose.room(max(count, math.prod(shape))).size("width")
+    width = choose.room(max(count, math.prod(shape))).size("width", none=True)
     kind = choose.of("indices", "any", "equal", "ends", "ascending")
     indices = draw.integers(count, *shape)
     if kind == "equal":
@@ -474,7 +475,7 @@ def _cross_entropy(choose: Choices, draw: Draw) -> Arguments:
 def _product(choose: Choices) -> tuple[list[int], int, int]:
     """Rows, inputs and classes of a loss that has the product in it."""
     rows = choose.rows(high=MOST_ROWS)
-    inputs = choose.room(*rows).size("inputs")
+    inputs = choose.room(*rows).size("inputs", none=True)
     return rows, inputs, choose.room(max(inputs, math.prod(rows))).size("classes")
 
 
@@ -533,7 +534,7 @@ def _top_k(choose: Choices, draw: Draw) -> Arguments:
     x = choose.values("x", draw, *choose.shape(), more=SPECIAL)
     last = x.shape[-1]
     few, many = 2 + choose.turn("few") % 8, 10 + choose.turn("many") % 40
-    count = {"one": 1, "all": last, "half": last // 2, "few": min(few, last), "none": 0,
+    count = {"one": min(1, last), "all": last, "half": last // 2, "few": min(few, last), "none": 0,
              "many": min(many, last)}  # fmt: skip
     return (x,), {"k": count[choose.of("k", *count)]}
 

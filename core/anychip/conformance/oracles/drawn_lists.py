@@ -30,7 +30,7 @@ _SHAPES: Mapping[str, tuple[tuple[int, ...], ...]] = {
 
 MANY = 12
 """Tensors of a class's shapes; those behind them have few elements."""
-_COUNTS = (7, 9, 16, 33, 12, 8, 20, 340, 10, 24, 6, 14, 70, 18, 28, 11, 36, 128)
+_COUNTS = (7, 9, 16, 33, 12, 8, 20, 340, 10, 24, 6, 14, 70, 18, 28, 11, 36, 128, 256)
 """Among them once what several launches of a kernel share."""
 
 

@@ -115,7 +115,8 @@ SCORES = ("rows", "queries", "keys")
 HEADS = ("heads of a key head", "key heads", "head_dim")
 
 # Shapes: round and beside powers of two and vector widths (4, 8, 16, 64); longer than a block.
-_NORM = telling("4x8 3x17 5x64 4x1000 3x4096", *SHAPED)
+_EPS_0 = Point("eps:0", {"rows": (5,), "width": 64, "eps": 0.0})
+_NORM = (*telling("4x8 3x17 5x64 4x1000 3x4096", *SHAPED), _EPS_0)
 _NORM_LARGE = (large("300x260", {"rows": (300,), "width": 260}), many_rows(2))
 _ELEMENTS = (
     *telling("17 1025", *SHAPED),
@@ -228,13 +229,14 @@ FIXED: Mapping[str, Points] = {
     ),
     # Half are dropped, and twice the others is exact: sizes are what the large ones ask about.
     **{
-        name: (*telling("4x8 3x17 5x64 4x1000", *SHAPED, given={"p": 0.1}),
+        name: (*telling("4x8 3x17 5x64 4x1000", *SHAPED, given={"p": 0.1}), _EPS_0,
                *(p._replace(given={**p.given, "p": 0.5}) for p in _NORM_LARGE))
         for name in ("dropout_add_rms_norm", "dropout_add_layer_norm")
     },
     "group_norm": (
         *telling("2x1x17 2x24x72 1x1x4096", "batch", "channels of a group", "width",
                  given={"num_groups": 3}),
+        Point("eps:0", {"num_groups": 3, "channels of a group": 8, "eps": 0.0}),
         large("many-rows", {"batch": BEYOND_16_BITS, "channels of a group": 2, "width": 1},
               statistical=False),
     ),
@@ -291,6 +293,7 @@ FIXED: Mapping[str, Points] = {
               telling=True),
         changed("far", {"lengths": (9, 3)}, _far_scores),
         Point("150-sequences", {"lengths": (1, 2, 0) * 50}),
+        Point("130-heads", {"key heads": 130, "head_dim": 2, "lengths": (5, 3)}),
     ),
     "linear": (
         *telling("5x64x64 3x1000x6 4x4096x5 600x24x10 64x512x128", *PRODUCT),

@@ -45,7 +45,7 @@ def _unpermute(x: Rounded, row_map: Integers, weights: Rounded | None) -> Answer
         spread = each.shaped(lambda array: np.repeat(array, row_map.shape[1], 1))
         scaled = spread if weights is None else spread * weights[..., None]
         rows = np.argsort(row_map.reshape(-1))
-        dx = scaled.reshape(-1, x.shape[1])[rows] if x.shape[0] else scaled.reshape(*x.shape)
+        dx = scaled.reshape(*x.shape)[rows]
         return dx, None if weights is None else (each * taken).sum(-1)
 
     return ((taken if weights is None else taken * weights[..., None]).sum(1),), backward

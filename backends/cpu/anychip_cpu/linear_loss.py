@@ -64,7 +64,7 @@ class _Gradients:
     def __init__(self, head: _Head, needs: Needs) -> None:
         self.head, wide = head, torch.float32
         self.dx = head.rows.new_empty(head.rows.shape, dtype=wide) if needs[0] else None
-        self.dweight = torch.zeros_like(head.weight) if needs[1] else None
+        self.dweight = head.weight.new_zeros(head.weight.shape) if needs[1] else None
         self.dbias = head.weight.new_zeros(head.num_classes) if needs[2] else None
 
     def add(self, chunk: slice, wide: Tensor, dlogits: Tensor) -> None:

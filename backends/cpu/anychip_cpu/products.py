@@ -97,9 +97,11 @@ def multiply(
         return torch.mm(left, right, out=out)
     if out is None:
         out = left.new_empty(rows, columns)
+    assert out.is_contiguous(), "rows are written"
     left, left_transposed = _in_memory(left)
     right, right_transposed = _in_memory(right)
-    given = map(address, (left, right, None if bias is None else bias.contiguous(), out))
+    bias = None if bias is None else bias.contiguous()  # which is there until the kernel ends
+    given = map(address, (left, right, bias, out))
     _kernels.product(*given, rows, columns, depth, left_transposed, right_transposed, adds)
     return out
 

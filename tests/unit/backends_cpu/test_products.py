@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from anychip import ops
 from anychip_cpu import native, products
 from tests.unit.dispatch.calls import bits
 from tests.unit.operators.exactness import assert_close
@@ -39,7 +40,7 @@ def test_product_of_matrices_and_views_equals_that_in_float64(
         t.t().contiguous().t() if turned else t
         for t, turned in zip((left, right), transposed, strict=True)
     )
-    bias, before = drawn(columns, seed=2), drawn(rows, columns, seed=3)
+    bias, before = drawn(columns, 2, seed=2)[:, 0], drawn(rows, columns, seed=3)
     exact, count = left.double() @ right.double(), min(depth, 256) + depth / 256 + 3
     terms = max(1.0, float((left.abs() @ right.abs()).max()) if exact.numel() else 0.0)
     bound = count * terms / max(1.0, float(exact.abs().max()) if exact.numel() else 0.0)
@@ -68,6 +69,19 @@ def test_bits_of_a_row_are_those_of_the_row_alone(least: str) -> None:
     left, right = drawn(67, 300, seed=0), drawn(300, 65, seed=1)
     whole = products.multiply(left, right)
     assert bits([products.multiply(left[13:14], right)]) == bits([whole[13:14]])
+
+
+def test_gradient_of_a_transposed_weight_of_a_loss_is_that_of_the_weight(least: str) -> None:
+    x, weight, target = (
+        drawn(70, 66, seed=0),
+        drawn(65, 66, seed=1),
+        torch.arange(65).repeat(2)[:70],
+    )
+    found = []
+    for leaf in (weight.clone(), weight.t().contiguous().t()):
+        ops.linear_cross_entropy(x, leaf.requires_grad_(), target).backward()
+        found.append(leaf.grad)
+    torch.testing.assert_close(found[1], found[0])
 
 
 def test_bias_with_what_is_added_to_is_refused() -> None:

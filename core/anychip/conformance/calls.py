@@ -87,12 +87,6 @@ class Draw(SampleMaker):
             scale = math.sqrt(number) if scale.startswith("root-") else number
         return super().normal(*shape, scale=scale, dtype=dtype)
 
-    def wide(self, *shape: int, low: float = -12.0, high: float = 12.0) -> Tensor:
-        """Both signs, magnitudes from ``2^low`` to ``2^high``, uniform in the exponent."""
-        exponent = torch.rand(shape, generator=self._generator) * (high - low) + low
-        sign = torch.randint(2, shape, generator=self._generator) * 2 - 1
-        return (sign * torch.exp2(exponent)).to(self.dtype)
-
     def uniform(self, *shape: int, low: float = 0.0, high: float = 1.0) -> Tensor:
         """float32 values between two numbers."""
         return torch.rand(shape, generator=self._generator) * (high - low) + low

@@ -46,9 +46,13 @@ ROWS: Mapping[str, tuple[tuple[int, ...], ...]] = {
     "thousands": ((4096,), (6720,), (20000,), (8191,), (3, 1500), (16384,)),
 }  # fmt: skip
 """All dims but the last."""
+SHAPES: Mapping[str, tuple[tuple[int, ...], ...]] = {
+    "of any sizes": ((),), "large": ((65, 512), (130, 253)),
+}  # fmt: skip
+"""Large: what is split over threads and blocks, and more than 2^15 elements."""
 FEW_ROWS, MOST_ROWS, LARGEST = 130, 20000, 20000
 ELEMENTS = tuple(
-    1 << bits for bits in (12, 13, 14, 12, 15, 13, 12, 18, 12, 13, 14, 12, 15, 13, 12, 12)
+    1 << bits for bits in (12, 13, 14, 12, 15, 13, 12, 17, 12, 13, 14, 12, 15, 13, 12, 12)
 )
 """So many a call has, one row of a design another number than another: what is large in all dims
 costs too much to be asked often."""
@@ -223,7 +227,9 @@ class Choices:
         return Room(self, elements or ELEMENTS[self.turn("elements") % len(ELEMENTS)], *sizes)
 
     def shape(self) -> list[int]:
-        """Rows, and a last dim, which is short where there are very many; or 0."""
+        """Rows, and a last dim, which is short where there are very many; or a large shape."""
+        if large := self.member("shape", SHAPES):
+            return list(large)
         rows = self.rows(high=MOST_ROWS)
         return [*rows, self.room(*rows).size("width", none=True)]
 

@@ -82,6 +82,10 @@ class DesignRow(NamedTuple):
     places: Mapping[str, int]
 
 
+def _here(call: Callable[[], T]) -> T:
+    return call()
+
+
 class DesignedCall(NamedTuple):
     """A call of a design.
 
@@ -91,6 +95,7 @@ class DesignedCall(NamedTuple):
         gradient: how they lie.
         asked: which gradients are asked for, of the names of all that there are.
         between: what comes before the call is made again.
+        again: makes a call from where it is made again.
     """
 
     dtype: torch.dtype
@@ -100,6 +105,7 @@ class DesignedCall(NamedTuple):
     gradient: Layout = "contiguous"
     asked: Callable[[tuple[str, ...]], tuple[str, ...]] = tuple
     between: Between = "elsewhere"
+    again: Callable[[Callable[[], Any]], Any] = _here
 
 
 class Asked(NamedTuple):
@@ -154,13 +160,15 @@ class Asked(NamedTuple):
         aside = () if self.streams else (SIDE_STREAM, AND_THREAD)
         out = (*aside, INFERENCE) if self.of_gradients else aside
         caller = choose.of("called from", *(caller for caller in CALLERS if caller not in out))
+        # Of any two options some call is made again in another thread, whatever the third is.
+        again = in_thread if caller.startswith("here") and choose.turn("again") % 2 else _here
         if not self.of_gradients:
-            return DesignedCall(dtype, call, caller, between=between)
+            return DesignedCall(dtype, call, caller, between=between, again=again)
         gradient = choose.member("the output's gradient lies", PLACES)
         several = len(self.operator.spec.differentiable) > 1
         asked = choose.of("gradients asked for", *_ASKED) if several else "all"
         some = partial(_ASKED[asked], choose.turn("which gradient"))
-        return DesignedCall(dtype, call, caller, change, gradient, some, between)
+        return DesignedCall(dtype, call, caller, change, gradient, some, between, again)
 
     def at(self, point: DesignRow, seed: int) -> tuple[Mapping[str, object], DesignedCall]:
         """The call of a point, and its levels for people."""
@@ -202,7 +210,8 @@ def _together(
     """
     written = operator.signature.written
     if len(args) == 1 and isinstance(args[0], list) and args[0] and not written:
-        again = args[0][: choose.of("tensors that come twice", 0, 1)]
+        # A list of one stays one.
+        again = args[0][: choose.of("tensors that come twice", 0, 1, can=(True, len(args[0]) > 1))]
         return ([*args[0], *again],), ()
     pairs = alike(args, written)
     if not pairs:

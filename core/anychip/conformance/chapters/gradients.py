@@ -156,10 +156,10 @@ def check_row(context: Context, of: Subject, row: designs.DesignedCall) -> None:
         kept += [grad.clone() for grad in found]
         run_other()
         left = [y.detach().clone() for y in (*outputs, *found)]
-        outputs_again = trial.run(placed)
+        outputs_again = row.again(partial(trial.run, placed))
         kept += [y.detach().clone() for y in outputs_again]
         graph = outputs if row.between == "nothing" else outputs_again
-        again = torch.autograd.grad(graph, leaves, given)
+        again = row.again(partial(torch.autograd.grad, graph, leaves, given))
         left += [y.detach().clone() for y in outputs_again]
     compare(context, trial, of.oracle, grads, found, names=names)
     placed.check_apart(names, found)

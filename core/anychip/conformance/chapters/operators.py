@@ -57,7 +57,7 @@ def check_row(context: Context, of: Subject, row: designs.DesignedCall) -> None:
         kept = [result.clone() for result in results]
         others = [result.clone() for result in run_other()]
         left = [result.clone() for result in results]
-        again = trial.run_by_torch(last)
+        again = row.again(partial(trial.run_by_torch, last))
         others_again = others if trial.written else run_other()
     check_results(context, trial, placed, results, wanted)
     if trial.written:

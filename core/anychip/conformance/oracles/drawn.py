@@ -319,10 +319,19 @@ def _attention_varlen(choose: Choices, draw: Draw) -> Arguments:
     return (*args, *ends), _score_attrs(choose)
 
 
-def _linear(choose: Choices, draw: Draw) -> Arguments:
+def _product(choose: Choices, last: str, **options: bool) -> tuple[list[int], int, int]:
+    """Rows, inputs and the last size of a weight; or a product of tiles, panels and several parts,
+    which chips have other kernels for than for small ones.
+    """
+    if choose.of("product", "of any sizes", "large") == "large":
+        return [224], 208, 192
     rows = choose.rows(high=MOST_ROWS)
     inputs = choose.room(*rows).size("inputs", none=True)
-    outputs = choose.room(max(inputs, math.prod(rows))).size("outputs", none=True)
+    return rows, inputs, choose.room(max(inputs, math.prod(rows))).size(last, **options)
+
+
+def _linear(choose: Choices, draw: Draw) -> Arguments:
+    rows, inputs, outputs = _product(choose, "outputs", none=True)
     x = choose.values("x", draw, *rows, inputs, more=SPECIAL)
     weight = choose.values("weight", draw, outputs, inputs, more=SPECIAL)
     bias = choose.optional("bias", draw, outputs)
@@ -472,15 +481,8 @@ def _cross_entropy(choose: Choices, draw: Draw) -> Arguments:
     return (logits, target), attrs
 
 
-def _product(choose: Choices) -> tuple[list[int], int, int]:
-    """Rows, inputs and classes of a loss that has the product in it."""
-    rows = choose.rows(high=MOST_ROWS)
-    inputs = choose.room(*rows).size("inputs", none=True)
-    return rows, inputs, choose.room(max(inputs, math.prod(rows))).size("classes")
-
-
 def _linear_cross_entropy(choose: Choices, draw: Draw) -> Arguments:
-    (rows, inputs, classes), attrs = _product(choose), _loss_attrs(choose)
+    (rows, inputs, classes), attrs = _product(choose, "classes"), _loss_attrs(choose)
     if draw.dtype == torch.float16:  # which may hold gradients of logits: of these, z_loss * logit
         attrs["z_loss"] = min(attrs["z_loss"], 1e-3)
     target = _targets(choose, draw, classes, rows, attrs["ignore_index"])
@@ -491,7 +493,7 @@ def _linear_cross_entropy(choose: Choices, draw: Draw) -> Arguments:
 
 
 def _linear_cross_entropy_partials(choose: Choices, draw: Draw) -> Arguments:
-    rows, inputs, classes = _product(choose)
+    rows, inputs, classes = _product(choose, "classes")
     weight = choose.values("weight", draw, classes, inputs, ends=None) * 0.125
     bias = choose.optional("bias", draw, classes, ends=None)
     first = {"none": (0,), "one": (1,), "a part": (classes,), "two parts": (2 * classes,)}
@@ -531,7 +533,8 @@ def _hadamard(choose: Choices, draw: Draw) -> Arguments:
 
 
 def _top_k(choose: Choices, draw: Draw) -> Arguments:
-    x = choose.values("x", draw, *choose.shape(), more=SPECIAL)
+    # Of gradients an infinity would stand for NaN, and among those is chosen by their place.
+    x = choose.values("x", draw, *choose.shape(), more=() if choose.of_gradients else SPECIAL)
     last = x.shape[-1]
     few, many = 2 + choose.turn("few") % 8, 10 + choose.turn("many") % 40
     count = {"one": min(1, last), "all": last, "half": last // 2, "few": min(few, last), "none": 0,

@@ -77,7 +77,7 @@ def clip(choose: Choices, draw: Draw) -> Arguments:
     return (_listed(choose, draw, "tensors' values", ends=SQUARES, more=SPECIAL), norm), attrs
 
 
-def unscale(choose: Choices, draw: Draw) -> Arguments:
+def unscale_and_check(choose: Choices, draw: Draw) -> Arguments:
     grads = _listed(choose, draw, "grads", ends=("large", "root-tiny"), more=SPECIAL)
     scales = (2.0, 16.0), (1024.0, 65536.0), (3.0, 7.0), (1.0,), (2.0**-4, 2.0**-3)
     scale = draw.scalar(choose.number("scale", *scales))
@@ -166,14 +166,8 @@ def lamb_sums_of_squares(choose: Choices, draw: Draw) -> Arguments:
 
 
 DRAWN: Mapping[str, Callable[[Choices, Draw], Arguments]] = {
-    "l2_norm": l2_norm,
-    "sums_of_squares": sums_of_squares,
-    "clip": clip,
-    "unscale_and_check": unscale,
-    "adamw": adamw,
-    "adamw_8bit": adamw_8bit,
-    "sgd": sgd,
-    "lion": lion,
-    "lamb_sums_of_squares": lamb_sums_of_squares,
-    "lamb": lamb,
-}
+    drawn.__name__: drawn
+    for drawn in (l2_norm, sums_of_squares, clip, unscale_and_check, adamw, adamw_8bit, sgd, lion,
+                  lamb_sums_of_squares, lamb)
+}  # fmt: skip
+"""By operator."""

@@ -57,6 +57,9 @@ ARGUMENTS = (
     wrong_arguments("strided-weight-without-bias", "two conditions", "linear",
         weight=lambda weight, bias: weight.as_strided(weight.shape, (weight.shape[1], 1))
         if bias is None and weight.stride()[-1] > 1 and weight.numel() else weight),
+    wrong_arguments("strided-weight-of-a-large-product", "two conditions", "linear",
+        weight=lambda weight, x: weight.as_strided(weight.shape, (weight.shape[1], 1))
+        if x.numel() * weight.shape[0] >= 1 << 23 and weight.stride()[-1] > 1 else weight),
     wrong_arguments("smoothing-of-16-bit-classes", "overflow of an index", "cross_entropy",
         label_smoothing=lambda label_smoothing, logits:
         label_smoothing * (0.5 if logits.shape[-1] >= 1 << 14 else 1.0)),

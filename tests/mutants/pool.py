@@ -12,8 +12,8 @@ from tests.mutants.subjects import Backend, Subjects, subjects
 from tests.mutants.trial import PRELOADED, Answer, Outcome, Question, main
 
 SILENCE_S = 400.0
-"""How long a process may say nothing. Cases have limits of processor time of their own, so this is
-for one that waits for what never comes."""
+"""How long a process may say nothing, and at level full three times that. Cases have limits of
+processor time of their own, so this is for one that waits for what never comes."""
 Key = TypeVar("Key")
 
 
@@ -58,7 +58,7 @@ class Pool:
         theirs.close()
         case, asked, answer = "", 0, None
         while answer is None:
-            if not ours.poll(self.silence_s):
+            if not ours.poll(self.silence_s * (3 if question.level == "full" else 1)):
                 answer = Answer(outcome="hang", case=case, reason="silence", asked=asked)
                 break
             try:

@@ -30,7 +30,7 @@ PRELOADED = [
 """What every process has from its parent."""
 CHAPTERS = ("device", "operators", "gradients", "random", "optimizer")
 """Those that come to operators."""
-LIMIT_S: dict[Level, int] = {"quick": 40, "full": 300}
+LIMIT_S: dict[Level, int] = {"quick": 40, "full": 900}
 """Processor time of one case: several times what the longest one takes."""
 MEMORY = 12 << 30
 """Address space that a process may have beside what it starts with."""

@@ -44,7 +44,7 @@ def about(mistake: Mistake, level: Level, come: Reach = MappingProxyType({})) ->
 @click.option("--seed", default=SEED, show_default=True, help="which ones")
 @click.option("--only", default="", help="those alone whose sentence has this in it")
 @click.option("--jobs", default=2, show_default=True, help="processes at a time")
-@click.option("--reach-only", is_flag=True, help="only whether a case comes to each; few minutes")
+@click.option("--reach-only", is_flag=True, help="only whether a case comes to each")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="all verdicts, as JSON")
 def main(
     count: int, seed: int, only: str, jobs: int, reach_only: bool, json_file: Path | None

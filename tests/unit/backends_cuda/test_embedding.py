@@ -112,16 +112,6 @@ def test_gradient_adds_the_rows_of_an_index_in_their_order(chip: Chip) -> None:
     assert torch.equal(got.cpu(), want)
 
 
-def test_gradient_of_a_long_segment_accumulates_in_float32(chip: Chip) -> None:
-    grad = torch.full((3000, 8), 0.1, dtype=torch.bfloat16, device=chip.device)
-    indices = torch.ones(3000, dtype=torch.int64, device=chip.device)
-    got = _backward(chip, grad, indices, 2)
-    exact = 3000 * grad[0, 0].double().item()
-    assert not got[0].any()
-    # 64 terms, then 47 parts by 8 warps: far from half an ULP of bfloat16.
-    assert got[1].tolist() == [torch.tensor(exact).to(torch.bfloat16).item()] * 8
-
-
 def test_rows_behind_2_to_the_31_elements_are_found(chip: Chip) -> None:
     # 4 GiB of addresses, of which a few pages are touched.
     width, last = 1032, 2**31 // 1032 + 1

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.unit.backends_cuda.conftest import Chip
+from tests.unit.dispatch.calls import bits
 from tests.unit.operators.exactness import assert_close
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -33,6 +34,23 @@ def test_every_length_is_the_product_with_the_matrix(
     got = chip.call("hadamard", "forward", x, block=None)
     # Each entry is a sum of `length` terms in a tree, then one product.
     assert_close(got, _want(x.double(), length), 2 + math.log2(length))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("length", [2, 32, 1024, 4096])
+def test_tensors_at_any_address_have_the_bits_of_their_copies(
+    chip: Chip, length: int, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    whole = torch.randn(2 * length + 3, 2, generator=generator).to(dtype).to(chip.device)
+    for x in (
+        whole.view(-1)[1 : 2 * length + 1],
+        whole.view(-1)[3 : 3 + length],
+        whole[:length].t(),
+    ):
+        assert bits(chip.call("hadamard", "forward", x, block=length)) == bits(
+            chip.call("hadamard", "forward", x.contiguous().clone(), block=length)
+        )
 
 
 def test_longer_transforms_than_a_block_holds_are_for_another_row(chip: Chip) -> None:

@@ -260,17 +260,3 @@ def test_unscale_never_takes_found_inf_back(chip: Chip) -> None:
 
 
 # Layouts, and what is refused
-
-
-def test_writing_rows_of_views_change_the_views_only(chip: Chip) -> None:
-    matrix = drawn(60 * 70, dtype=BF16, seed=1).view(60, 70).to(chip.device)
-    views = [matrix.t()[:20], matrix[30:, 20::2]]
-    want = matrix.clone()
-    for part in (want.t()[:20], want[30:, 20::2]):
-        part.copy_((part.float() / 3.0).to(BF16))
-    found = torch.zeros((), device=chip.device)
-    scale = torch.full_like(found, 3.0)
-    by_copies = chip.table.rows("unscale_and_check", "forward")[1]
-    assert not by_copies.contiguous
-    by_copies.function(views, scale, found)
-    assert torch.equal(matrix, want)

@@ -101,6 +101,17 @@ def test_gradient_in_place_and_in_other_dtypes_has_the_same_bits(
     assert torch.equal(rounded, _gradient(chip, wide, target, FULL).to(dtype))
 
 
+@pytest.mark.parametrize("offset", [1, 2, 3])
+def test_gradient_at_another_place_of_a_vector_has_the_same_bits(chip: Chip, offset: int) -> None:
+    logits, target = _inputs(chip, (3, 64), torch.bfloat16)
+    shifted = torch.zeros(3 * 64 + 8, dtype=torch.bfloat16, device=chip.device)
+    out = shifted[offset : offset + 3 * 64].view(3, 64)
+    _gradient(chip, logits, target, PLAIN, out=out)
+    assert torch.equal(out, _gradient(chip, logits, target, PLAIN))
+    assert not shifted[:offset].any()
+    assert not shifted[offset + 3 * 64 :].any()
+
+
 def test_ignored_rows_are_exactly_zero_whatever_their_logits_are(chip: Chip) -> None:
     logits, target = _inputs(chip, (4, 40), torch.float32)
     logits[1], logits[2, 7] = math.inf, math.nan

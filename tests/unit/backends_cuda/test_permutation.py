@@ -106,18 +106,6 @@ def test_gradients_of_unpermute_are_those_of_float64(
         assert bits([alone[0][0].cpu(), alone[1][1].cpu()]) == bits([t.cpu() for t in both])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gradient_of_permute_is_the_sum_over_the_copies(chip: Chip, dtype: torch.dtype) -> None:
-    rows, row_map, _ = _mapped(9, 5, 40, dtype)
-    (row,) = chip.table.rows("permute", "backward")
-    nothing = torch.zeros(0, dtype=torch.int64)
-    args = [t.to(chip.device) for t in (rows, nothing, nothing, row_map)]
-    (dx,) = row.function(*args, num_experts=4, needs=(True,))
-    assert_close(dx.cpu(), rows[row_map].double().sum(1), 5)
-    with pytest.raises(ValueError, match="grad0 must have 45 rows, as y1 says, got 44"):
-        row.function(args[0][:44], *args[1:], num_experts=4, needs=(True,))
-
-
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
 def test_indices_outside_of_the_experts_stand_behind_all(chip: Chip, dtype: torch.dtype) -> None:
     x = torch.arange(6.0)[:, None]

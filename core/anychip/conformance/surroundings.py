@@ -23,8 +23,10 @@ T = TypeVar("T")
 def in_thread(call: Callable[[], T]) -> T:
     """What a call returns in a new thread; its exception is raised here."""
     box: list[Any] = [None, None]
+    threads = torch.get_num_threads()
 
     def run() -> None:
+        torch.set_num_threads(threads)  # a thread's own number is another, and then so are bits
         try:
             box[0] = call()
         except BaseException as error:  # handed over to the caller's thread below

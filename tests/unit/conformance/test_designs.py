@@ -195,17 +195,18 @@ def test_failure_of_two_conditions_names_both_and_nothing_else() -> None:
 
 
 def test_a_callers_level_changes_who_calls() -> None:
-    threads, inference, backward = set(), set(), set()
+    threads, inference, backward, elsewhere = set(), set(), set(), set()
 
     def check(context: Context, of: Subject, row: designs.DesignedCall) -> None:
         threads.add(threading.get_ident())
         inference.add(torch.is_inference_mode_enabled())
         backward.add(torch._C._current_graph_task_id() >= 0)
+        elsewhere.add(row.again(threading.get_ident) != threading.get_ident())
 
     asked = designs.Asked(registered()["relu"], (torch.float32,), "operators", check)
     designs.ask(Context(HonestBackend()), asked)
     assert len(threads) > 1
-    assert inference == backward == {False, True}
+    assert inference == backward == elsewhere == {False, True}
 
 
 def test_other_numbers_are_in_the_same_memory_for_a_while_and_then_the_own_ones() -> None:

@@ -28,7 +28,9 @@ const char* const kernel_prelude =
 
   "ushort bfloat16(float v) {\n"
   "  uint bits = as_uint(v);\n"
-  "  return isnan(v) ? 0x7fc0 : (ushort)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);\n"
+  "  uint kept = bits >> 16;\n" /* of a NaN that was made of 16 bits: a copy is one of bits */
+  "  if (isnan(v)) return (ushort)(bits & 0x7f0000 ? kept : kept | 0x40);\n"
+  "  return (ushort)((bits + 0x7fff + (kept & 1)) >> 16);\n"
   "}\n"
   "#define STORE switch (type) {\\\n"
   "  case 0: ((global uchar *)p)[i] = (uchar)(long)v; break;\\\n"

@@ -45,7 +45,7 @@ class Watched:
         self.case = case
 
     def why(self) -> str:
-        """What was seen."""
+        """What was seen, as JSON: the reason of an answer is a text."""
         return json.dumps(self.cases)
 
     def _look(self, target: Target, call: Call) -> None:
@@ -58,7 +58,7 @@ class Watched:
 
 
 def reach(pool: Pool, mistakes: Iterable[Mistake]) -> Reach:
-    """Of mistakes in rows.
+    """Which cases come to each mistake that is in a row of an operator; of others nothing is said.
 
     Raises:
         RuntimeError: a case fails, or ends its process, though nothing is wrong.

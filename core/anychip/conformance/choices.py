@@ -20,6 +20,8 @@ from torch import Tensor
 from anychip.conformance.calls import Draw
 
 T = TypeVar("T")
+Classes = Mapping[str, tuple[tuple[int, ...], ...]]
+"""Levels of a factor whose members are shapes, or lists of sizes."""
 
 SIZES: Mapping[str, tuple[int, ...]] = {
     "few": (3, 2, 5, 6, 7, 9, 10, 11, 12, 13),
@@ -32,7 +34,7 @@ SIZES: Mapping[str, tuple[int, ...]] = {
 }
 """Where vectors, warps, blocks and tiles end, with and without a rest; widths that kernels are
 written for. Simplest first, as all levels are: that is where a failing call is led back to."""
-ROWS: Mapping[str, tuple[tuple[int, ...], ...]] = {
+ROWS: Classes = {
     "few": ((3,), (2,), (4,), (5,), (6,), (7,), (9,), (11,)),
     "one": ((1,),),
     "no dim": ((),),
@@ -46,9 +48,7 @@ ROWS: Mapping[str, tuple[tuple[int, ...], ...]] = {
     "thousands": ((4096,), (6720,), (20000,), (8191,), (3, 1500), (16384,)),
 }  # fmt: skip
 """All dims but the last."""
-SHAPES: Mapping[str, tuple[tuple[int, ...], ...]] = {
-    "of any sizes": ((),), "large": ((65, 512), (130, 253)),
-}  # fmt: skip
+SHAPES: Classes = {"of any sizes": ((),), "large": ((65, 512), (130, 253))}
 """Large: what is split over threads and blocks, and more than 2^15 elements."""
 FEW_ROWS, MOST_ROWS, LARGEST = 130, 20000, 20000
 ELEMENTS = tuple(

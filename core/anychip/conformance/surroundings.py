@@ -26,7 +26,7 @@ def in_thread(call: Callable[[], T]) -> T:
     threads = torch.get_num_threads()
 
     def run() -> None:
-        torch.set_num_threads(threads)  # a thread's own number is another, and then so are bits
+        torch.set_num_threads(threads)  # or products take the process's, and have other bits
         try:
             box[0] = call()
         except BaseException as error:  # handed over to the caller's thread below

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from anychip.conformance.calls import Arguments, Draw
-from anychip.conformance.choices import MOST_ROWS, OPEN, Choices
+from anychip.conformance.choices import MOST_ROWS, OPEN, Choices, Classes
 from anychip.conformance.oracles import drawn_lists, quantization, reference
 from anychip.conformance.oracles.drawn_lists import SPECIAL, SQUARES
 from anychip.contract import OperatorSpec
@@ -278,7 +278,7 @@ def _attention(choose: Choices, draw: Draw, *, dropout: bool = False) -> Argumen
     return tuple(args), attrs
 
 
-_LENGTHS: Mapping[str, tuple[tuple[int, ...], ...]] = {
+_LENGTHS: Classes = {
     "three": ((5, 3, 9),), "no group": ((),),
     "one": ((17,), (4,), (16,), (2,), (130,), (1,), (8,), (260,)),
     "an empty one first": ((0, 7, 4),), "an empty one last": ((7, 4, 0),),
@@ -319,15 +319,17 @@ def _attention_varlen(choose: Choices, draw: Draw) -> Arguments:
     return (*args, *ends), _score_attrs(choose)
 
 
+_PRODUCTS: Classes = {"of any sizes": ((),), "large": ((224, 208, 192), (217, 207, 201))}
+"""Large: of tiles, panels and several parts, of whole ones and not; more than 2^23 products."""
+
+
 def _product(choose: Choices, last: str, **options: bool) -> tuple[list[int], int, int]:
-    """Rows, inputs and the last size of a weight; or a product of tiles, panels and several parts,
-    which chips have other kernels for than for small ones.
-    """
-    if choose.of("product", "of any sizes", "large") == "large":
-        return [224], 208, 192
-    rows = choose.rows(high=MOST_ROWS)
-    inputs = choose.room(*rows).size("inputs", none=True)
-    return rows, inputs, choose.room(max(inputs, math.prod(rows))).size(last, **options)
+    """Rows, inputs and the last size of a weight, which are small or a large product's."""
+    if large := choose.member("product", _PRODUCTS):
+        return [large[0]], large[1], large[2]
+    shape = choose.rows(high=MOST_ROWS)
+    inputs = choose.room(*shape).size("inputs", none=True)
+    return shape, inputs, choose.room(max(inputs, math.prod(shape))).size(last, **options)
 
 
 def _linear(choose: Choices, draw: Draw) -> Arguments:
@@ -519,8 +521,7 @@ def _coding(choose: Choices) -> dict[str, Any]:
 
 
 def _dequantize(choose: Choices, draw: Draw) -> Arguments:
-    shape = tuple(choose.shape())
-    return quantization.coded(draw, shape, **_coding(choose))
+    return quantization.coded(draw, tuple(choose.shape()), **_coding(choose))
 
 
 def _hadamard(choose: Choices, draw: Draw) -> Arguments:

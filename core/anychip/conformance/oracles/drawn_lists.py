@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from anychip.conformance.calls import Arguments, Draw
-from anychip.conformance.choices import NOT_FINITE, Choices
+from anychip.conformance.choices import NOT_FINITE, Choices, Classes
 from anychip.conformance.oracles import adamw_8bit as coding_8bit
 
 SQUARES = ("huge", "tiny")
@@ -17,7 +17,7 @@ SQUARES = ("huge", "tiny")
 FEW_SQUARES = 1 << 15
 SPECIAL = ("special",)
 
-_SHAPES: Mapping[str, tuple[tuple[int, ...], ...]] = {
+_SHAPES: Classes = {
     "few elements": ((3,), (2,), (1, 2), (4,), (5,), (2, 3), (7,), (2, 4), (9,), (5, 2), (11,)),
     "some empty": ((0,), (5,), (2, 0), (4, 3)),
     "one element": ((), (1,), (1, 1)),

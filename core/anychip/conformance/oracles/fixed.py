@@ -227,7 +227,7 @@ FIXED: Mapping[str, Points] = {
     **dict.fromkeys(
         ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"), (*_NORM, *_NORM_ENDS)
     ),
-    # Half are dropped, and twice the others is exact: what others ask about is no value.
+    # With half dropped twice the others is exact: of the ends sizes and eps are asked, not p.
     **{
         name: (*telling("4x8 3x17 5x64 4x1000", *SHAPED, given={"p": 0.1}),
                *(p._replace(given={**p.given, "p": 0.5}) for p in _NORM_ENDS))

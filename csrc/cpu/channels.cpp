@@ -67,8 +67,7 @@ void group_norm_forward(const GroupNormForward& args) {
   const FloatVector weight(args.weight, args.weight_dtype, args.channels);
   const FloatVector bias(args.bias, args.weight_dtype, args.channels);
   parallel_items(args.batch * args.groups, group, [&](Range rows) {
-    const Floats scratch = floats(args.dtype == DType::kFloat32 ? 0 : group);
-    kernels().group_norm_forward(args, weight.data(), bias.data(), scratch.get(), rows);
+    kernels().group_norm_forward(args, weight.data(), bias.data(), rows);
   });
 }
 

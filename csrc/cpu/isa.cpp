@@ -20,7 +20,8 @@ std::vector<const KernelTable*> available_tables() {
   std::vector<const KernelTable*> tables = {&baseline::kTable};
 #ifdef ANYCHIP_HAS_X86_ISAS
   __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+      __builtin_cpu_supports("f16c")) {
     tables.push_back(&avx2::kTable);
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {

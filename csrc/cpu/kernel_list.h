@@ -21,8 +21,7 @@ ANYCHIP_KERNEL(void, layer_norm_backward,
 // Of batch * groups, and of batch * channels; weights as float32. sums: of each channel in each
 // part of the batch, of grad and of grad times what was normed, or what the taps and the bias get.
 ANYCHIP_KERNEL(void, group_norm_forward,
-               (const GroupNormForward&, const float* weight, const float* bias, float* scratch,
-                Range rows))
+               (const GroupNormForward&, const float* weight, const float* bias, Range rows))
 ANYCHIP_KERNEL(void, group_norm_backward,
                (const GroupNormBackward&, const float* weight, float* sums, Range rows))
 ANYCHIP_KERNEL(void, conv1d_forward,

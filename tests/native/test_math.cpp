@@ -21,8 +21,6 @@ struct Function {
 const Function kFunctions[] = {
     {"exp", [](F32 x) { return tested::exp(x); }, [](double x) { return std::exp(x); }, 1.0,
      -INFINITY, 40.0},
-    {"fused_exp", [](F32 x) { return tested::fused_exp(x); }, [](double x) { return std::exp(x); },
-     1.0, -INFINITY, 40.0},
     {"sigmoid", [](F32 x) { return tested::sigmoid(x).value; },
      [](double x) { return 1.0 / (1.0 + std::exp(-x)); }, 2.9},
     {"complement", [](F32 x) { return tested::sigmoid(x).complement; },

@@ -40,7 +40,7 @@ struct GeluTanh {
   ANYCHIP_INLINE Both both(F32 unlimited, F32 grad) const {
     const F32 x = limit(unlimited), square = x * x;
     const Sigmoid s = sigmoid(x * (kLinear + kCubic * square));
-    const F32 slope = (s.value * s.complement) * (x * (kLinear + 3.0f * kCubic * square));
+    const F32 slope = s.product * (x * (kLinear + 3.0f * kCubic * square));
     return {unlimited * s.value, grad * (s.value + slope)};
   }
 };
@@ -80,7 +80,7 @@ struct Logistic : Alone {
   ANYCHIP_INLINE F32 value(F32 x) const { return sigmoid(x).value; }
   ANYCHIP_INLINE Both both(F32 x, F32 grad) const {
     const Sigmoid s = sigmoid(x);
-    return {s.value, grad * (s.value * s.complement)};
+    return {s.value, grad * s.product};
   }
 };
 

@@ -59,7 +59,7 @@ ANYCHIP_INLINE void write_slopes(const Sight& sight, float scale, TileRows& tile
     for (int64_t key = 0; key < end; ++key) {
       float* weights = tile.weights + key * kRows + row;
       float* slopes = tile.slopes + key * kRows + row;
-      F32 weight = fused_exp(load(weights, lanes) * scale - lse);
+      F32 weight = exp(load(weights, lanes) * scale - lse);
       F32 slope = weight * (load(slopes, lanes) - delta) * scale;
       if (key >= all) {
         const Mask seen = limit > static_cast<float>(key);

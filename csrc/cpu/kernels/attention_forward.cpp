@@ -44,12 +44,12 @@ ANYCHIP_INLINE void write_weights(const Sight& sight, float* scores, Softmax& so
     const F32 before = load(softmax.largest + row, lanes);
     const F32 largest = maximum(load(softmax.tile_largest + row, lanes), before);
     const F32 base = select(largest == -kInfinity, F32{}, largest);
-    const F32 factor = fused_exp(before - base);
+    const F32 factor = exp(before - base);
     F32 sum{};
     const int64_t end = sight.of_last(row + kLanes - 1);
     for (int64_t key = 0; key < end; ++key) {
       float* score = scores + key * kRows + row;
-      const F32 weight = fused_exp(load(score, lanes) - base);
+      const F32 weight = exp(load(score, lanes) - base);
       store(score, weight, lanes);
       sum = sum + weight;
     }

@@ -19,7 +19,8 @@ struct Moments {
   float rstd;
 };
 
-ANYCHIP_INLINE Moments moments(const float* x, int64_t hidden, double eps) {
+template <class T>
+ANYCHIP_INLINE Moments moments(const T* x, int64_t hidden, double eps) {
   const double n = static_cast<double>(hidden);
   const float total = sum_over(hidden, [&](int64_t i, auto lanes) { return load(x + i, lanes); });
   const float first = static_cast<float>(total / n);
@@ -102,33 +103,31 @@ void layer_norm_backward(const LayerNormBackward& args, const float* weight, flo
   });
 }
 
-void group_norm_forward(const GroupNormForward& args, const float* weight, const float* bias,
-                        float* scratch, Range rows) {
+namespace {
+
+template <class T>
+[[gnu::flatten]] void group_forward(const GroupNormForward& args, const float* weight,
+                                    const float* bias, Range rows) {
   const int64_t channels = args.channels / args.groups, hidden = channels * args.size;
   for (int64_t row = rows.begin; row < rows.end; ++row) {
     const int64_t first_channel = row % args.groups * channels;
-    const float* x =
-        float_row(row_of(args.x, args.dtype, row * hidden), args.dtype, hidden, scratch);
+    const T* x = static_cast<const T*>(args.x) + row * hidden;
+    T* y = static_cast<T*>(args.y) + row * hidden;
     const Moments m = moments(x, hidden, args.eps);
     args.mean[row] = static_cast<float>(static_cast<double>(m.first) + m.error);
     args.rstd[row] = m.rstd;
-    visit_dtype(args.dtype, [&](auto t) {
-      auto* y = static_cast<decltype(t)*>(args.y) + row * hidden;
-      for (int64_t channel = 0; channel < channels; ++channel) {
-        const float factor = weight[first_channel + channel];
-        const float offset = bias ? bias[first_channel + channel] : 0.0f;
-        const int64_t begin = channel * args.size;
-        for_each_vector(begin, begin + args.size, [&](int64_t i, auto lanes) {
-          const F32 centred = (load(x + i, lanes) - m.first) - m.error;
-          const F32 scaled = centred * m.rstd * factor;
-          store(y + i, bias ? scaled + offset : scaled, lanes);
-        });
-      }
-    });
+    for (int64_t channel = 0; channel < channels; ++channel) {
+      const float factor = weight[first_channel + channel];
+      const float offset = bias ? bias[first_channel + channel] : 0.0f;
+      const int64_t begin = channel * args.size;
+      for_each_vector(begin, begin + args.size, [&](int64_t i, auto lanes) {
+        const F32 centred = (load(x + i, lanes) - m.first) - m.error;
+        const F32 scaled = centred * m.rstd * factor;
+        store(y + i, bias ? scaled + offset : scaled, lanes);
+      });
+    }
   }
 }
-
-namespace {
 
 template <class T>
 [[gnu::flatten]] void group_backward(const GroupNormBackward& args, const float* weight,
@@ -170,6 +169,11 @@ template <class T>
 }
 
 }  // namespace
+
+void group_norm_forward(const GroupNormForward& args, const float* weight, const float* bias,
+                        Range rows) {
+  visit_dtype(args.dtype, [&](auto t) { group_forward<decltype(t)>(args, weight, bias, rows); });
+}
 
 void group_norm_backward(const GroupNormBackward& args, const float* weight, float* sums,
                          Range rows) {

@@ -2,8 +2,8 @@
 //
 // Note [Fused products]: a sum of products is a chain of fused multiply-adds in the order of its
 // terms, each rounded once, so that n terms have |error| <= n * 2^-24 * sum |term|. Where there is
-// no instruction the C library's fmaf gives the same bits, some fifty times as slowly: rows that
-// are chosen for their speed ask for an instruction set that has one.
+// no instruction float64 gives the same bits, many times as slowly: rows that are chosen for their
+// speed ask for an instruction set that has one.
 #pragma once
 
 #include "loops.h"

@@ -39,6 +39,9 @@ template <class T>
     if (begin == end) {
       for_each_vector(0, width, [&](int64_t i, auto lanes) { store(y + i, F32{}, lanes); });
     } else if (begin + 1 == end && !args.weights) {
+      // The processor asks for what follows in a row by itself, once it has seen where that begins.
+      const T* next = row_at(end < all ? end : begin);
+      for (int line = 0; line < 8; ++line) __builtin_prefetch(next + line * 64 / sizeof(T));
       __builtin_memcpy(y, row_at(begin), static_cast<size_t>(width) * sizeof(T));
     } else {
       for (int64_t column = 0; column < width; column += kTile) {

@@ -80,6 +80,10 @@ struct ScalarOf<RegisterI> {
   using Type = int32_t;
 };
 template <>
+struct ScalarOf<RegisterH> {
+  using Type = uint16_t;
+};
+template <>
 struct ScalarOf<RegisterD> {
   using Type = double;
 };
@@ -87,6 +91,8 @@ template <class H>
 struct ScalarOf<Pair<H>> : ScalarOf<H> {};
 template <class V>
 using Scalar = typename ScalarOf<V>::Type;
+template <class V>
+constexpr int64_t kLanesOf = sizeof(V) / sizeof(Scalar<V>);
 
 // Registers have the compiler's operators; pairs get the same ones, with a scalar on either side.
 #define ANYCHIP_PAIR_OPERATOR(op)                                            \
@@ -233,9 +239,21 @@ ANYCHIP_INLINE RegisterF fused(RegisterF a, RegisterF b, RegisterF c) {
   return _mm512_fmadd_ps(a, b, c);
 #elif defined(__FMA__)
   return _mm256_fmadd_ps(a, b, c);
-#else
+#elif defined(__FP_FAST_FMAF)
   for (int k = 0; k < kRegisterLanes; ++k) c[k] = __builtin_fmaf(a[k], b[k], c[k]);
   return c;
+#else
+  // The product is exact in float64, and the sum, rounded to odd there, rounds to float32 as the
+  // exact one does (Boldo and Melquiond 2008, IEEE Transactions on Computers 57).
+  typedef double Doubles __attribute__((vector_size(8 * kRegisterLanes)));
+  typedef int64_t Bits __attribute__((vector_size(8 * kRegisterLanes)));
+  const Doubles product = __builtin_convertvector(a, Doubles) * __builtin_convertvector(b, Doubles);
+  const Doubles added = __builtin_convertvector(c, Doubles), sum = product + added;
+  const Doubles most = sum - product, rest = (product - (sum - most)) + (added - most);
+  const Bits bits = reinterpret_cast<Bits>(sum), even = (bits & 1) - 1;
+  const Bits larger = ((rest > 0.0) ^ (sum < 0.0)) & 2;
+  const Bits odd = bits + (((rest > 0.0) | (rest < 0.0)) & even & (larger - 1));
+  return __builtin_convertvector(reinterpret_cast<Doubles>(odd), RegisterF);
 #endif
 }
 template <class H>
@@ -273,22 +291,35 @@ ANYCHIP_INLINE void read(RegisterU& v, const uint8_t* p) {
 }
 ANYCHIP_INLINE void write(float* p, RegisterF v) { __builtin_memcpy(p, &v, sizeof v); }
 ANYCHIP_INLINE void write(uint32_t* p, RegisterU v) { __builtin_memcpy(p, &v, sizeof v); }
-// The low half of each lane, and the low byte below.
+// Lanes below 2^16 as halves.
 ANYCHIP_INLINE RegisterH halves(RegisterU v) {
 #if defined(__AVX512F__)
   return reinterpret_cast<RegisterH>(_mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(v)));
 #elif defined(__AVX2__)
-  const __m256i low = reinterpret_cast<__m256i>(v & 0xffffu);
+  const auto low = reinterpret_cast<__m256i>(v);
   return reinterpret_cast<RegisterH>(
       _mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1)));
 #else
   return __builtin_convertvector(v, RegisterH);
 #endif
 }
-ANYCHIP_INLINE void write(uint16_t* p, RegisterU v) {
-  const RegisterH half = halves(v);
-  __builtin_memcpy(p, &half, sizeof half);
+template <class H>
+ANYCHIP_INLINE auto halves(Pair<H> v) {
+  return Pair<decltype(halves(v.low))>{halves(v.low), halves(v.high)};
 }
+ANYCHIP_INLINE void write(uint16_t* p, RegisterH v) { __builtin_memcpy(p, &v, sizeof v); }
+ANYCHIP_INLINE void write(uint16_t* p, RegisterU v) { write(p, halves(v)); }
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// Two registers at once, which takes fewer instructions.
+typedef uint16_t TwoRegistersH __attribute__((vector_size(4 * kRegisterLanes)));
+ANYCHIP_INLINE TwoRegistersH halves(Pair<RegisterU> v) {
+  const __m256i packed =
+      _mm256_packus_epi32(reinterpret_cast<__m256i>(v.low), reinterpret_cast<__m256i>(v.high));
+  return reinterpret_cast<TwoRegistersH>(_mm256_permute4x64_epi64(packed, 0xd8));
+}
+ANYCHIP_INLINE void write(uint16_t* p, TwoRegistersH v) { __builtin_memcpy(p, &v, sizeof v); }
+#endif
+// The low byte of each lane.
 ANYCHIP_INLINE void write(uint8_t* p, RegisterU v) {
 #if defined(__AVX512F__)
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
@@ -303,16 +334,6 @@ ANYCHIP_INLINE void write(uint8_t* p, RegisterU v) {
   __builtin_memcpy(p, &bytes, sizeof bytes);
 #endif
 }
-template <class H, class T>
-ANYCHIP_INLINE void read(Pair<H>& v, const T* p) {
-  read(v.low, p);
-  read(v.high, p + sizeof(H) / 4);
-}
-template <class H, class T>
-ANYCHIP_INLINE void write(T* p, Pair<H> v) {
-  write(p, v.low);
-  write(p + sizeof(H) / 4, v.high);
-}
 
 // bfloat16 is the upper half of a float32. To bfloat16: round to nearest even; NaN as torch has it.
 ANYCHIP_INLINE F32 from_bfloat16(U32 half) { return float_of(half << 16); }
@@ -322,39 +343,65 @@ ANYCHIP_INLINE U32 to_bfloat16(F32 v) {
   return select(v == v, rounded, fill<U32>(0x7fc0u));
 }
 
-// float16: exponents differ by 112; the subtraction of 2^-14 makes float16's subnormal numbers
-// normal. To float16: round to nearest even; the addition of 1/2 rounds those that become
-// subnormal. AVX-512 has instructions for both.
+// float16, by instructions that the levels of AVX-512 and of AVX2 both have, or else: exponents
+// differ by 112; the subtraction of 2^-14 makes float16's subnormal numbers normal. To float16:
+// round to nearest even; the addition of 1/2 rounds those that become subnormal.
 #if defined(__AVX512F__)
-ANYCHIP_INLINE F32 from_float16(U32 half) {
-  return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(half)));
+ANYCHIP_INLINE void read(RegisterF& v, const Float16* p) {
+  v = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
-ANYCHIP_INLINE U32 to_float16(F32 v) {
-  const __m256i half = _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  return reinterpret_cast<U32>(_mm512_cvtepu16_epi32(half));
+ANYCHIP_INLINE RegisterH to_float16(RegisterF v) {
+  return reinterpret_cast<RegisterH>(
+      _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+#elif defined(__F16C__)
+ANYCHIP_INLINE void read(RegisterF& v, const Float16* p) {
+  v = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+ANYCHIP_INLINE RegisterH to_float16(RegisterF v) {
+  return reinterpret_cast<RegisterH>(
+      _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 #else
-ANYCHIP_INLINE F32 from_float16(U32 half) {
-  const U32 exponent_and_fraction = (half & 0x7fffu) << 13;
-  const U32 exponent = exponent_and_fraction & 0x0f800000u;
-  const U32 normal = exponent_and_fraction + 0x38000000u;
-  const U32 subnormal = bits_of(float_of(normal + 0x00800000u) - 0x1p-14f);
-  const U32 special = normal + 0x38000000u;  // infinity and NaN
-  const U32 magnitude =
+ANYCHIP_INLINE void read(RegisterF& v, const Float16* p) {
+  RegisterU half;
+  read(half, &p->bits);
+  const RegisterU exponent_and_fraction = (half & 0x7fffu) << 13;
+  const RegisterU exponent = exponent_and_fraction & 0x0f800000u;
+  const RegisterU normal = exponent_and_fraction + 0x38000000u;
+  const RegisterU subnormal = bits_of(float_of(normal + 0x00800000u) - 0x1p-14f);
+  const RegisterU special = normal + 0x38000000u;  // infinity and NaN
+  const RegisterU magnitude =
       select(exponent == 0u, subnormal, select(exponent == 0x0f800000u, special, normal));
-  return float_of(magnitude | ((half & 0x8000u) << 16));
+  v = float_of(magnitude | ((half & 0x8000u) << 16));
 }
-ANYCHIP_INLINE U32 to_float16(F32 v) {
-  const U32 bits = bits_of(v);
-  const U32 magnitude = bits & 0x7fffffffu;
-  const U32 normal = (magnitude - 0x38000000u + 0x0fffu + ((magnitude >> 13) & 1u)) >> 13;
-  const U32 subnormal = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000u;
-  const U32 special = select(magnitude > 0x7f800000u, fill<U32>(0x7e00u), fill<U32>(0x7c00u));
-  const U32 half =
+ANYCHIP_INLINE RegisterH to_float16(RegisterF v) {
+  const RegisterU bits = bits_of(v);
+  const RegisterU magnitude = bits & 0x7fffffffu;
+  const RegisterU normal = (magnitude - 0x38000000u + 0x0fffu + ((magnitude >> 13) & 1u)) >> 13;
+  const RegisterU subnormal = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000u;
+  const RegisterU special =
+      select(magnitude > 0x7f800000u, fill<RegisterU>(0x7e00u), fill<RegisterU>(0x7c00u));
+  const RegisterU half =
       select(magnitude >= 0x47800000u, special, select(magnitude < 0x38800000u, subnormal, normal));
-  return half | ((bits >> 16) & 0x8000u);
+  return halves(half | ((bits >> 16) & 0x8000u));
 }
 #endif
+template <class H>
+ANYCHIP_INLINE auto to_float16(Pair<H> v) {
+  return Pair<decltype(to_float16(v.low))>{to_float16(v.low), to_float16(v.high)};
+}
+
+template <class H, class T>
+ANYCHIP_INLINE void read(Pair<H>& v, const T* p) {
+  read(v.low, p);
+  read(v.high, p + kLanesOf<H>);
+}
+template <class H, class T>
+ANYCHIP_INLINE void write(T* p, Pair<H> v) {
+  write(p, v.low);
+  write(p + kLanesOf<H>, v.high);
+}
 
 // Which lanes a load or store touches.
 struct AllLanes {};
@@ -373,12 +420,12 @@ ANYCHIP_INLINE F32 load(const BFloat16* p, AllLanes) {
   return from_bfloat16(half);
 }
 ANYCHIP_INLINE F32 load(const Float16* p, AllLanes) {
-  U32 half;
-  read(half, &p->bits);
-  return from_float16(half);
+  F32 v;
+  read(v, p);
+  return v;
 }
 ANYCHIP_INLINE void store(float* p, F32 v, AllLanes) { write(p, v); }
-ANYCHIP_INLINE void store(BFloat16* p, F32 v, AllLanes) { write(&p->bits, to_bfloat16(v)); }
+ANYCHIP_INLINE void store(BFloat16* p, F32 v, AllLanes) { write(&p->bits, halves(to_bfloat16(v))); }
 ANYCHIP_INLINE void store(Float16* p, F32 v, AllLanes) { write(&p->bits, to_float16(v)); }
 
 // The same past the caches, to a multiple of the vector's size: Note [Past the caches] in cache.h.
@@ -406,15 +453,9 @@ ANYCHIP_INLINE void write_past(void* p, Pair<H> v) {
   write_past(p, v.low);
   write_past(static_cast<char*>(p) + sizeof v.low, v.high);
 }
-ANYCHIP_INLINE void write_halves_past(uint16_t* p, RegisterU v) { write_past(p, halves(v)); }
-template <class H>
-ANYCHIP_INLINE void write_halves_past(uint16_t* p, Pair<H> v) {
-  write_halves_past(p, v.low);
-  write_halves_past(p + sizeof(H) / 4, v.high);
-}
 ANYCHIP_INLINE void store_past(float* p, F32 v) { write_past(p, v); }
-ANYCHIP_INLINE void store_past(BFloat16* p, F32 v) { write_halves_past(&p->bits, to_bfloat16(v)); }
-ANYCHIP_INLINE void store_past(Float16* p, F32 v) { write_halves_past(&p->bits, to_float16(v)); }
+ANYCHIP_INLINE void store_past(BFloat16* p, F32 v) { write_past(p, halves(to_bfloat16(v))); }
+ANYCHIP_INLINE void store_past(Float16* p, F32 v) { write_past(p, to_float16(v)); }
 
 // A store past the caches or not; after the last one a thread calls finish_stores.
 template <class T>

@@ -21,14 +21,14 @@ from anychip.contract import HOST, SampleMaker
 
 Layout = Literal[
     "contiguous", "offset", "strided", "transposed", "padded", "gapped", "swapped", "expanded",
-    "repeated", "packed", "shared", "shared-backwards", "first",
+    "repeated", "packed", "shared", "shared-backwards", "first", "channels last",
 ]  # fmt: skip
 LAYOUTS: tuple[Layout, ...] = ("offset", "strided", "transposed", "padded")
 """Those that are not plain: misaligned, with gaps, in another order than the dims, rows of a wider
 tensor."""
-INNER_LAYOUTS: tuple[Layout, ...] = ("gapped", "swapped")
-"""Of three dims and more, the last one dense: one part of (batch, length, 3, heads, dim), where no
-stride follows from another one; and heads before the positions."""
+INNER_LAYOUTS: tuple[Layout, ...] = ("gapped", "swapped", "channels last")
+"""Of three dims and more: one part of (batch, length, 3, heads, dim), where no stride follows from
+another one; heads before the positions; and the second dim the innermost."""
 READ_ONLY_LAYOUTS: tuple[Layout, ...] = ("expanded", "repeated")
 """A stride of 0 in the first or the last dim, along which all numbers are the same."""
 LIST_LAYOUTS: tuple[Layout, ...] = ("shared", "shared-backwards")
@@ -213,6 +213,9 @@ def _geometry(size: Sequence[int], layout: Layout) -> tuple[list[int], list[int]
     if layout == "transposed" and len(shape) > 1:
         order = list(reversed(shape))
         return shape, list(reversed(_dense(order))), GUARD
+    if layout == "channels last" and len(shape) > 2:
+        outer, *inner, channel = _dense([shape[0], *shape[2:], shape[1]])
+        return shape, [outer, channel, *inner], GUARD
     if layout == "swapped":
         outer = _dense([*reversed(shape[:-1]), shape[-1]])[:-1]
         return shape, [*reversed(outer), 1], GUARD

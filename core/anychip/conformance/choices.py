@@ -30,7 +30,7 @@ SIZES: Mapping[str, tuple[int, ...]] = {
     "a power of two": (4, 8, 16, 32, 64, 128, 256, 512, 1024),
     "a multiple of 16": (48, 80, 96, 112, 192, 240, 320, 336, 384, 480, 672, 768, 960),
     "many": (21, 35, 44, 75, 100, 111, 141, 177, 203, 301, 420, 511, 630, 1001),
-    "very many": (1500, 2048, 3001, 4096, 5000, 6720, 8191, 8192, 13440, 16384, 20000),
+    "very many": (1500, 2048, 3001, 4096, 5000, 6720, 8191, 8192, 13440, 16384, 20000, 70000),
 }
 """Where vectors, warps, blocks and tiles end, with and without a rest; widths that kernels are
 written for. Simplest first, as all levels are: that is where a failing call is led back to."""
@@ -45,12 +45,12 @@ ROWS: Classes = {
     "a power of two": ((8,), (16,), (32,), (64,), (128,), (2, 8), (4, 16), (16, 1)),
     "many": ((70,), (40,), (10, 13), (48,), (96,), (20,), (112,), (5, 25)),
     "very many": ((300,), (257,), (512,), (600,), (1024,), (1025,), (2000,), (40, 30), (300, 7)),
-    "thousands": ((4096,), (6720,), (20000,), (8191,), (3, 1500), (16384,)),
+    "thousands": ((4096,), (6720,), (20000,), (8191,), (3, 1500), (66000,), (16384,)),
 }  # fmt: skip
 """All dims but the last."""
-SHAPES: Classes = {"of any sizes": ((),), "large": ((65, 512), (130, 253))}
-"""Large: what is split over threads and blocks, and more than 2^15 elements."""
-FEW_ROWS, MOST_ROWS, LARGEST = 130, 20000, 20000
+SHAPES: Classes = {"of any sizes": ((),), "large": ((130, 512), (260, 253))}
+"""Large: what is split over threads and blocks, and more than 2^16 elements."""
+FEW_ROWS, MOST_ROWS, LARGEST = 130, 66000, 70000
 ELEMENTS = tuple(
     1 << bits for bits in (12, 13, 14, 12, 15, 13, 12, 17, 12, 13, 14, 12, 15, 13, 12, 12)
 )
@@ -147,14 +147,14 @@ class Choices:
         self.chosen[factor] = found = self._member(factor, members, "", fits)
         return found
 
-    def number(self, factor: str, *classes: Sequence[T], hides: T | None = None) -> T:
+    def number(self, factor: str, *classes: Sequence[T], hides: Sequence[T] = ()) -> T:
         """A number of one of some classes, which are called by their first.
 
         Args:
-            hides: with which the call does nothing.
+            hides: those with which the call does nothing.
         """
         found = self.member(factor, _named(classes))
-        self.hides(factor, hides is not None and found == hides)
+        self.hides(factor, found in hides)
         return found
 
     def eps(self, numbers: int | None, *classes: Sequence[float]) -> float:
@@ -171,7 +171,7 @@ class Choices:
         """Of dropping. In float16 a hundred times what is left of wide numbers would not fit."""
         low, half, high = (0.1, 0.2, 0.3, 0.01, 0.05), (0.5, 0.4, 0.6), (0.9, 0.7, 0.8, 0.99)
         fit = 3 if draw.dtype == torch.float16 else 4
-        return self.number("p", low, (0.0,), half, high[:fit], (1.0,), hides=1.0)
+        return self.number("p", low, (0.0,), half, high[:fit], (1.0,), hides=(1.0,))
 
     def number_up_to(self, most: int, factor: str, *classes: Sequence[int]) -> int:
         """One of those up to a highest one."""

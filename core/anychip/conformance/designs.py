@@ -49,13 +49,14 @@ PLACES: Mapping[str, tuple[Layout, ...]] = {
     "misaligned": ("offset",),
     "strided": ("strided",),
     "with gaps": ("padded", "gapped"),
-    "in another order": ("transposed", "swapped"),
+    "in another order": ("transposed", "swapped", "channels last"),
     "with equal numbers": ("expanded",),
     "with equal numbers in a row": ("repeated",),
 }
 """Where a tensor may lie; what its dims do not allow is contiguous."""
 OF_LISTS: Mapping[str, tuple[Layout, ...]] = {
-    **{name: PLACES[name] for name in ("contiguous", "misaligned", "strided", "in another order")},
+    **{name: PLACES[name] for name in ("contiguous", "misaligned", "strided")},
+    "in another order": ("transposed",),
     "with gaps": ("padded",),
     "in one storage": ("shared",),
     "in one storage, backwards": ("shared-backwards",),
@@ -353,8 +354,11 @@ def with_other_numbers(trial: AnyTrial, context: Context, row: DesignedCall) -> 
     """
     if context.level == "quick" and row.between == "nothing":
         return None
-    (args, attrs), written = trial.arguments, trial.written
-    others = tuple(_moved(a) if i not in written else a for i, a in enumerate(args))
+    (args, attrs), names = trial.arguments, trial.signature.positional
+    others = tuple(
+        arg if index in trial.written else _moved(name, arg)
+        for index, (name, arg) in enumerate(zip(names, args, strict=True))
+    )
     call = Call(trial.call.label, lambda _: (others, attrs), layout=trial.call.layout)
     return type(trial)(trial.operator, call, trial.dtype)
 
@@ -371,7 +375,7 @@ def between(
     Its own numbers come back afterwards: nothing may be kept by address, shape or strides.
     """
     layouts = set(cast("Mapping[str, Layout]", row.call.layout).values())
-    if row.between != "in the same memory" or other.written or layouts & set(READ_ONLY_LAYOUTS):
+    if row.between != "in the same memory" or layouts & set(READ_ONLY_LAYOUTS):
         described, elsewhere = context.call, other.place(context)
         context.call = described
         return lambda: run(elsewhere)
@@ -393,13 +397,20 @@ def _fill(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> None:
             tensor.copy_(other)
 
 
-def _moved(arg: Any) -> Any:
-    """The numbers of float tensors in another order, and of other signs."""
+_ENDS = ("cu_seqlens_q", "cu_seqlens_k", "offsets")
+"""Arguments whose numbers ascend."""
+
+
+def _moved(name: str, arg: Any) -> Any:
+    """A tensor's numbers in another order, of floats of other signs too; of ends other lengths."""
     if isinstance(arg, (list, tuple)):
-        return [_moved(entry) for entry in arg]
-    if not isinstance(arg, Tensor) or arg.dtype not in FORMATS:
+        return [_moved(name, entry) for entry in arg]
+    if not isinstance(arg, Tensor) or (arg.is_floating_point() and arg.dtype not in FORMATS):
         return arg  # of types with 8 bits torch turns no sign
-    return -arg.flatten().flip(0).view(arg.shape)
+    flipped = arg.flatten().flip(0).view(arg.shape)
+    if name in _ENDS:
+        return arg[:1] + arg[-1:] - flipped
+    return -flipped if arg.dtype in FORMATS else flipped
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from anychip.conformance.calls import Arguments, Draw
-from anychip.conformance.choices import MOST_ROWS, OPEN, Choices, Classes
+from anychip.conformance.choices import LARGEST, MOST_ROWS, OPEN, Choices, Classes
 from anychip.conformance.oracles import drawn_lists, quantization, reference
 from anychip.conformance.oracles.drawn_lists import SPECIAL, SQUARES
 from anychip.contract import OperatorSpec
@@ -182,7 +182,7 @@ def _broadcast(choose: Choices, factor: str, shape: list[int]) -> list[int] | No
 def _softmax(choose: Choices, draw: Draw) -> Arguments:
     shape = choose.rows(high=1025)
     room = choose.room(*shape)
-    shape += [room.size("queries"), room.size("keys")]
+    shape += [room.size("queries"), room.size("keys", LARGEST)]
     x = choose.values("x", draw, *shape, ends=(60.0, 1e-4), more=_OPEN)
     of_mask = _broadcast(choose, "mask", shape)
     of_bias = _broadcast(choose, "bias", shape)
@@ -218,9 +218,10 @@ def _rope(choose: Choices, draw: Draw) -> Arguments:
 
 
 def _score_attrs(choose: Choices, *, dropout: bool = False) -> dict[str, Any]:
+    far = 1.0, -0.5, 2.0, -1.0, 0.5
     attrs = {
         "causal": choose.of("causal", True, False),
-        "scale": choose.number("scale", (None,), (0.05, 0.1, 0.25, 0.01), (1.0, 0.5, 2.0), (0.0,)),
+        "scale": choose.number("scale", (None,), (0.05, 0.1, 0.25, 0.01), far, (0.0,)),
     }
     return attrs if dropout else {**attrs, "out_dtype": _out_dtype(choose)}
 
@@ -308,14 +309,18 @@ def _attention_varlen(choose: Choices, draw: Draw) -> Arguments:
     of_queries = of_keys = _ends(choose, "lengths")
     if choose.of("cross", False, True):
         of_keys = _ends(choose, "lengths of keys", len(of_queries))
-    dtype = _index_dtype(choose, "dtype of ends")
-    ends = [torch.cat((t.new_zeros(1), t)).to(dtype) for t in (of_queries, of_keys)]
+    ends = [
+        torch.cat((t.new_zeros(1), t)).to(_index_dtype(choose, f"dtype of {what} ends"))
+        for what, t in (("query", of_queries), ("key", of_keys))
+    ]
     padding = choose.number("padding", (0,), (1, 2, 3), (5, 8, 16))
     shapes = {"q": (0, heads), "k": (1, kv_heads), "v": (1, kv_heads)}
-    args = (
+    args = [
         _attended(choose, draw, name, int(ends[which][-1]) + padding, count, dim)
         for name, (which, count) in shapes.items()
-    )
+    ]
+    for tensor, (which, _) in zip(args, shapes.values(), strict=True):
+        tensor[int(ends[which][-1]) :] = math.nan  # whatever padding holds
     return (*args, *ends), _score_attrs(choose)
 
 
@@ -390,6 +395,7 @@ def _grouped_linear(choose: Choices, draw: Draw) -> Arguments:
     inputs = room.size("inputs", none=True)
     outputs = choose.room(max(rows, inputs * len(offsets))).size("outputs", none=True)
     x = choose.values("x", draw, rows, inputs)
+    x[rows if not len(offsets) else int(offsets[-1]) :] = math.nan  # they are of no group
     weight = choose.values("weight", draw, len(offsets), outputs, inputs)
     return (x, weight, offsets), {"out_dtype": _out_dtype(choose)}
 
@@ -526,7 +532,7 @@ def _dequantize(choose: Choices, draw: Draw) -> Arguments:
 
 def _hadamard(choose: Choices, draw: Draw) -> Arguments:
     rows, whole = choose.rows(), choose.of("whole", True, False)
-    power = choose.number("block", (3,), (0,), (1,), (2,), (5, 4, 6), (8, 7, 9), (10,))
+    power = choose.number("block", (3,), (0,), (1,), (2,), (5, 4, 6), (8, 7, 9), (10, 11))
     block = 2**power
     last = block if whole else block * choose.number("blocks", (2,), (1,), (3, 5))
     x = choose.values("x", draw, *rows, last, more=SPECIAL)

@@ -16,6 +16,8 @@ SQUARES = ("huge", "tiny")
 """Scales whose squares fit, and a sum of so many of them."""
 FEW_SQUARES = 1 << 15
 SPECIAL = ("special",)
+FOUND = (1.0, 3.0, 0.5, math.nan, 2.0)
+"""What says that a gradient is not finite: also a sum or a mean over ranks."""
 
 _SHAPES: Classes = {
     "few elements": ((3,), (2,), (1, 2), (4,), (5,), (2, 3), (7,), (2, 4), (9,), (5, 2), (11,)),
@@ -23,7 +25,7 @@ _SHAPES: Classes = {
     "one element": ((), (1,), (1, 1)),
     "beside powers of two": ((15,), (33,), (63,), (65,), (129,), (17, 31), (257,)),
     "multiples of 16": ((64,), (16, 12), (128,), (320,), (8, 32), (16,), (48,)),
-    "long": ((1027,), (515,), (6, 100), (2, 260), (9000,), (300, 7)),
+    "long": ((1027,), (515,), (6, 100), (2, 260), (9000,), (300, 7), (70_001,)),
     "all empty": ((0,), (0, 3)),
 }
 
@@ -71,7 +73,7 @@ def sums_of_squares(choose: Choices, draw: Draw) -> Arguments:
 
 
 def clip(choose: Choices, draw: Draw) -> Arguments:
-    norms = (3.0, 1.5, 20.0), (0.5, 0.01), (0.0,), (1e6, 1e3), (math.inf,)
+    norms = (3.0, 1.5, 20.0), (0.5, 0.01), (0.0,), (1e6, 1e3), (math.inf, math.nan)
     norm = draw.scalar(choose.number("norm", *norms))
     attrs = {"max_norm": choose.number("max_norm", (1.0,), (0.25, 0.1, 0.01), (8.0, 2.0, 10.0))}
     return (_listed(choose, draw, "tensors' values", ends=SQUARES, more=SPECIAL), norm), attrs
@@ -81,13 +83,13 @@ def unscale_and_check(choose: Choices, draw: Draw) -> Arguments:
     grads = _listed(choose, draw, "grads", ends=("large", "root-tiny"), more=SPECIAL)
     scales = (2.0, 16.0), (1024.0, 65536.0), (3.0, 7.0), (1.0,), (2.0**-4, 2.0**-3)
     scale = draw.scalar(choose.number("scale", *scales))
-    found_inf = draw.scalar(choose.number("found_inf", (0.0,), (1.0,), hides=1.0))
+    found_inf = draw.scalar(choose.number("found_inf", (0.0,), FOUND, hides=FOUND))
     return (grads, scale, found_inf), {}
 
 
 def _given(
     choose: Choices, draw: Draw, factor: str, *classes: Sequence[float | None],
-    hides: float | None = None,
+    hides: Sequence[float] = (),
 ) -> Tensor | None:  # fmt: skip
     value = choose.number(factor, *classes, hides=hides)
     return None if value is None else draw.scalar(value)
@@ -109,10 +111,10 @@ def _step(choose: Choices, draw: Draw, *, averages: int, **rule: Any) -> Argumen
     scalars = (
         _given(choose, draw, "scale", (None,), (8.0, 3.0, 0.5), (1024.0, 65536.0)),
         _given(choose, draw, "clip", (None,), (0.25, 1.0, 0.7), (0.0,)),
-        _given(choose, draw, "found_inf", (None,), (0.0,), (1.0,), hides=1.0),
+        _given(choose, draw, "found_inf", (None,), (0.0,), FOUND, hides=FOUND),
     )
     low = choose.of("copies", None, torch.bfloat16, torch.float16)
-    copies = None if low is None else [p.to(low, copy=True) for p in params]
+    copies = None if low is None else [(-p).to(low, copy=True) for p in params]
     lr = draw.scalar(choose.number("lr", (1e-2, 1e-3, 0.1), (0.5,), (0.0,)))
     # Counts beside what 8, 12 and 16 bits hold; one that no short float has.
     steps = (3.0, 2.0, 5.0), (0.0,), (1.0,), (2050.0, 1000.0), (255.0, 100.0), (65_535.0,)

@@ -31,7 +31,7 @@ def _clip_forward(
     tensors: Sequence[Rounded], norm: Rounded, *, max_norm: float
 ) -> tuple[Rounded, ...]:
     ratio = max_norm / (norm + _CLIP_EPS)
-    coefficient = where(ratio.value < 1.0, ratio, 1.0)
+    coefficient = where(ratio.value >= 1.0, 1.0, ratio)
     return tuple(parts(joined(tensors) * coefficient, tensors))
 
 

@@ -437,6 +437,38 @@ def _(memory: Any, right: Call, target: Tensor, source: Tensor, *stream: Any) ->
     right(target, source, *stream)
 
 
+@wrong("half-by-integer", "a conversion by way of another type", "copy_async")
+def _(memory: Any, right: Call, target: Tensor, source: Tensor, *stream: Any) -> Any:
+    is_bool = target.dtype == torch.bool and source.is_floating_point()
+    right(target, source.nan_to_num().int() if is_bool else source, *stream)
+
+
+@wrong("conjugate-copied-raw", "a lazy view not looked at", "copy_async")
+def _(memory: Any, right: Call, target: Tensor, source: Tensor, *stream: Any) -> Any:
+    right(target, source.conj() if source.is_conj() else source, *stream)
+
+
+@wrong("gap-between-rows-overwritten", "layout not looked at", "copy_async")
+def _(memory: Any, right: Call, target: Tensor, source: Tensor, *stream: Any) -> Any:
+    """Whole rows are written, and what is beside the target in them."""
+    if target.dim() == 2 and target.stride(0) > target.shape[1] and target.stride(1) == 1:
+        target.as_strided((len(target) - 1, target.stride(0)), target.stride()).zero_()
+    right(target, source, *stream)
+
+
+@wrong("small-blocks-miss-the-peak", "one of several pools", "freed", "peak")
+def _(memory: Any, right: Call, nbytes: int) -> Any:
+    """The peak is taken when a large block is freed."""
+    right(nbytes)
+    memory.seen = max(getattr(memory, "seen", 0), memory.peak if nbytes >= 1 << 20 else 0)
+    memory.peak = max(memory.seen, memory.allocated)
+
+
+@wrong("all-is-free-says-the-error", "an error that tells nothing", "refuse")
+def _(memory: Any, right: Call, nbytes: int) -> Any:
+    raise torch.OutOfMemoryError(f"cannot allocate {nbytes} bytes: {CAPACITY} are free")
+
+
 def _synchronize(self: HonestBackend, index: int | None = None) -> None:
     self.check_index(index)
     for target, source in self.__dict__.pop("pending", []):

@@ -1,4 +1,4 @@
-"""Wrong backends that the questions on graphs have to find, in the chapters device and streams."""
+"""Wrong backends that the questions on graphs have to find, in the chapter device."""
 
 import itertools
 from collections.abc import Mapping
@@ -20,6 +20,21 @@ class ReplaysOnce(HostGraph):
     def run(self) -> None:
         super().run()
         self.pieces = []
+
+
+class DropsWhileOneWaits(HostGraph):
+    """A replay that waits already is taken for the next one as well."""
+
+    waits = False
+
+    def replay(self) -> None:
+        if not self.waits:
+            self.waits = True
+            super().replay()
+
+    def run(self) -> None:
+        super().run()
+        self.waits = False
 
 
 class CallsAnew(HostGraph):
@@ -95,7 +110,7 @@ class OnePool(Deferring):
 wrong = partial(wrong_parts, RecordingBackend, chapter="device")
 
 CATALOGUE: tuple[Wrong, ...] = (
-    wrong("replay-does-nothing", "a quiet no-op", "graphs",
+    wrong("replay-does-nothing", "a quiet no-op", "graphs/replay",
           graph_type=with_method(HostGraph, "run", lambda *_: None)),
     wrong("replay-only-once", "stale state", "graphs/replay", graph_type=ReplaysOnce),
     wrong("replay-calls-anew", "result that is not written in place", "graphs/replay",
@@ -108,7 +123,9 @@ CATALOGUE: tuple[Wrong, ...] = (
           recorder_type=with_method(Deferring, "defer", ours_at_once)),
     wrong("one-pool-of-all-graphs", "workspace shared", "graphs/apart", recorder_type=OnePool),
     wrong("block-per-replay", "leak", "graphs/memory", graph_type=KeepsABlock),
-    wrong("replay-on-its-own-stream", "kernel on another stream", "graph", chapter="streams",
+    wrong("replay-while-one-waits-is-none", "stale state", "graphs/among",
+          graph_type=DropsWhileOneWaits),
+    wrong("replay-on-its-own-stream", "kernel on another stream", "graphs/among",
           graph_type=with_method(HostGraph, "replay",
                                  lambda graph, _: graph.backend.stream().add(graph.run))),
 )  # fmt: skip

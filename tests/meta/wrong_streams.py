@@ -270,6 +270,15 @@ def _current_only(self: AsynchronousBackend, index: int | None = None) -> None:
     self.current_stream().synchronize()
 
 
+class _Weak(weakref.WeakSet[Any]):
+    append = weakref.WeakSet.add
+
+
+def _holds_no_streams(self: AsynchronousBackend) -> None:
+    AsynchronousBackend.__init__(self)
+    self.streams = _Weak()  # type: ignore[assignment]
+
+
 wrong = partial(wrong_parts, AsynchronousBackend, chapter="streams")
 PARTS = {
     Event: "event_type", Stream: "stream_type", Deferring: "mode_type", Reading: "read_type",
@@ -383,5 +392,11 @@ CATALOGUE: tuple[Wrong, ...] = (
                  AsynchronousMemory, "copy_async", lambda _, right, target, source, stream=None:
                  right(target, source,
                        stream if source.is_contiguous() and target.is_contiguous() else None)),
+    wrong_method("converted-at-the-call", "missing wait", "copy", AsynchronousMemory, "copy_async",
+                 lambda _, right, target, source, stream=None:
+                 right(target, source.to(target.dtype), stream)),
+    wrong("let-go-is-not-waited-for", "missing wait", "let_go", __init__=_holds_no_streams),
+    wrong_method("ring-of-1024", "dropped tail", "deep", Stream, "add", lambda stream, right, call:
+                 stream.progress.queued - stream.progress.done < 1024 and right(call)),
     wrong("copies-keep-nothing", "free while in use", "copy.kept", memory_type=CopiesKeepNothing),
 )  # fmt: skip

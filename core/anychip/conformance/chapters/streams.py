@@ -16,13 +16,14 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from anychip import ops
-from anychip.conformance.case import Case, CheckFailedError, Context, check, check_equal_bits
+from anychip.conformance.case import Case, Context, check, check_equal_bits
 from anychip.conformance.surroundings import again, in_thread
 from anychip.contract import HOST, Backend
 
@@ -37,6 +38,8 @@ READ = 4096
 PATIENCE_S = 30.0
 PATIENT_MS = {"quick": 1200.0, "full": 6000.0}
 """How long everybody has to be able to wait, as far as a stream takes so much work at once."""
+DEEP = {"quick": 1500, "full": 5000}
+"""Pieces of work that wait at once: more than a ring of 1024 has places."""
 
 
 def cases(context: Context) -> Iterator[Case]:
@@ -44,7 +47,6 @@ def cases(context: Context) -> Iterator[Case]:
     asked = [Case(id=f"streams/{n}", run=q, capability="streams") for n, q in QUESTIONS.items()]
     yield from asked
     yield from again("streams", asked, ONCE)
-    yield Case(id="streams/graph", run=graph_on_stream, capability="graphs")
 
 
 class Race:
@@ -63,6 +65,7 @@ class Race:
         self.x = torch.zeros(race_size(context), device=context.device)
         self.stream, self.reader = self.backend.stream(), self.backend.stream()
         self.idle = self.backend.stream()  # made last, and never used: nothing may mean this one
+        self.current = self.backend.current_stream()
         self.backend.synchronize()
 
     def start(self, count: int = WRITES) -> Race:
@@ -89,9 +92,14 @@ class Race:
         with self.backend.use_stream(stream or self.reader):
             return self.read()
 
+    def settle(self) -> None:
+        """Waits for everything; nothing but ``use_stream`` has made another stream current."""
+        self.backend.synchronize()
+        check(self.backend.current_stream() == self.current, "another stream stays current")
+
     def check(self, what: str, found: list[Tensor], want: float | None = None) -> None:
         """Compares a read, once all is done."""
-        self.backend.synchronize()
+        self.settle()
         for way, got in zip(("operator", "clone", "copy_", "copy_async"), found, strict=True):
             value = self.want if want is None else want
             check_equal_bits(f"{what}, by {way}", got.cpu(), torch.full((READ,), value))
@@ -123,9 +131,6 @@ def _measured_size(context: Context) -> int:
             break
         numel *= 4
     return numel
-
-
-# Order
 
 
 def in_order(context: Context) -> None:
@@ -180,6 +185,16 @@ def wait_is_for_this_record(context: Context) -> None:
     race.check(what, found, 3.0 * race.want)
 
 
+def deep(context: Context) -> None:
+    """A busy stream takes all that it is given, and loses nothing."""
+    race, count = Race(context).start(4 * WRITES), DEEP[context.level]
+    with race.backend.use_stream(race.stream):
+        for _ in range(count):
+            race.x[-READ:].add_(1.0)
+    wait_until(race.stream.query, "stream.query()")  # an event could be lost as well
+    race.check(f"read behind {count} small writes", race.read(), 4.0 * race.want + count)
+
+
 def chain(context: Context) -> None:
     """Waits add up along a chain of streams."""
     race = Race(context).start()
@@ -195,16 +210,14 @@ def chain(context: Context) -> None:
 
 def operator_on_stream(context: Context) -> None:
     """Operators of ours run on the current stream, behind what is queued there."""
-    race = Race(context).start()
-    context.call = "ops.gelu(x) and ops.rms_norm(x) behind long writes of x on a stream"
     weight = torch.ones(READ, device=context.device)
+    race = Race(context).start()  # which has waited for the weight
+    context.call = "ops.gelu(x) and others behind long writes of x on a stream"
     with race.backend.use_stream(race.stream):
-        part = race.x[-READ:].view(1, -1)
-        results = [ops.gelu(part), ops.rms_norm(part, weight, eps=1e-6)]
+        results = _several(race.x[-READ:].view(1, -1), weight)
     race.backend.synchronize()
-    settled = torch.full((1, READ), race.want, device=context.device)
-    wanted = [ops.gelu(settled), ops.rms_norm(settled, weight, eps=1e-6)]
-    for name, got, want in zip(("gelu", "rms_norm"), results, wanted, strict=True):
+    wanted = _several(torch.full((1, READ), race.want, device=context.device), weight)
+    for name, got, want in zip(("gelu", "rms_norm", "softmax"), results, wanted, strict=True):
         check_equal_bits(f"{name} behind the writes on their own stream", got.cpu(), want.cpu())
 
 
@@ -231,36 +244,21 @@ def _several(x: Tensor, weight: Tensor) -> list[Tensor]:
     return [ops.gelu(x), ops.rms_norm(x, weight, eps=1e-6), ops.softmax(x)]
 
 
-def graph_on_stream(context: Context) -> None:
-    """A replay is work of the current stream: behind what is queued there, before what follows."""
-    race = Race(context)
-    graph = race.backend.capture(lambda: race.x[-READ:] * 2.0)
-    race.start()
-    with race.backend.use_stream(race.stream):
-        graph.replay()
-        race.x.zero_()
-        found = graph.result * 1.0
-    race.backend.synchronize()
-    for what, got in {"read behind it on its stream": found, "at the end": graph.result}.items():
-        want = torch.full((READ,), 2.0 * race.want)
-        check_equal_bits(f"a replay's result, {what}", got.cpu(), want)
-
-
 def copy_on_stream(context: Context, *, current: bool) -> None:
     """A copy is work of its stream: behind what was queued, and done where its event is.
 
-    To the device, from it and on it; of one element, of a number that no vector has, with gaps.
+    To the device, from it and on it; of one element, of a number that no vector has, with gaps, of
+    much, and to and from other dtypes.
     """
-    for name, part in {"the end": slice(-READ, None), "one element": slice(-1, None),
-                       "an odd number": slice(-READ + 1, None),
-                       "every third": slice(-READ, None, 3)}.items():  # fmt: skip
+    for name, part, dtype in PARTS:
         race = Race(context)
         count = race.x[part].numel()
-        source = torch.arange(2, count + 2, dtype=torch.float32)
-        kept, there = source.clone(), torch.zeros(count, device=context.device)
-        back, late = torch.zeros(count), torch.zeros(count)
+        source = torch.arange(2, count + 2, dtype=dtype)
+        kept, there = source.clone(), torch.zeros(count, dtype=dtype, device=context.device)
+        back, late = torch.zeros(2, count, dtype=dtype)
         pairs = [(back, race.x[part]), (there, race.x[part]), (race.x[part], source),
                  (late, race.x[part])]  # fmt: skip
+        race.backend.synchronize()  # or zeros of the current stream may come last
         race.start()
         for target, given in pairs:
             if current:
@@ -271,15 +269,15 @@ def copy_on_stream(context: Context, *, current: bool) -> None:
         event = race.event()
         event.wait(race.reader)
         with race.backend.use_stream(race.reader):
-            twin = there * 1.0
+            twin = there + 0
         event.synchronize()
         found = [back.clone(), late.clone()]
         source.fill_(-1.0)  # the stream has passed the copies
-        race.backend.synchronize()
-        want = torch.full((count,), race.want)
+        race.settle()
+        want = torch.full((count,), race.want, dtype=dtype)
         check_equal_bits(f"copied to the host behind the writes, {name}", found[0], want)
         check_equal_bits(f"copied on the device, {name}", twin.cpu(), want)
-        check_equal_bits(f"copied to the device, {name}", race.x[part].cpu(), kept)
+        check_equal_bits(f"copied to the device, {name}", race.x[part].cpu(), kept.float())
         check_equal_bits(f"copied to the host behind that, {name}", found[1], kept)
 
 
@@ -292,12 +290,20 @@ def copied_is_kept(context: Context) -> None:
     race.backend.memory.copy_async(target, source, race.stream)
     del source
     others = [torch.full((READ,), -1.0, device=context.device) for _ in range(8)]
-    race.backend.synchronize()
+    race.settle()
     del others
     check_equal_bits("copied from what was let go", target.cpu(), torch.full((READ,), 7.0))
 
 
-# The host
+def let_go(context: Context) -> None:
+    """Queued work is done, and waited for, if an exception ends its block and nobody holds it."""
+    race = Race(context)
+    with suppress(KeyError), race.backend.use_stream(race.stream):
+        race.start()
+        raise KeyError("on purpose")
+    race.stream = race.idle
+    race.backend.synchronize()
+    race.check("read after an exception, and synchronize() without the stream", race.read())
 
 
 def host_waits(
@@ -307,10 +313,8 @@ def host_waits(
     for how, record in (RECORDS if "event" in what else NO_RECORD).items():
         race = Race(context)
         event = record(race)
-        if thread:
-            in_thread(partial(wait, race, event))
-        else:
-            wait(race, event)
+        call = partial(wait, race, event)
+        in_thread(call) if thread else call()
         first = race.read()
         check(event.query() is True, f"event.query() is not True after {what}")
         race.check(f"read after {what} ({how})", first)
@@ -337,14 +341,9 @@ def host_reads(context: Context, *, what: str, read: Callable[[Tensor], Any]) ->
     race = Race(context).start()
     with race.backend.use_stream(race.stream):
         found = read(race.x[-3:])
-    found = plain(found)
-    want = plain(read(torch.full((3,), race.want, device=context.device)))
+    both = found, read(torch.full((3,), race.want, device=context.device))
+    found, want = (each.tolist() if hasattr(each, "tolist") else each for each in both)
     check(found == want, f"{what} behind the writes: {want!r} expected, got {found!r}")
-
-
-def plain(found: Any) -> Any:
-    """Numbers of what is on the host already."""
-    return found.tolist() if hasattr(found, "tolist") else found
 
 
 def patience(context: Context) -> None:
@@ -376,24 +375,18 @@ def patience(context: Context) -> None:
         race.check(f"read after {name} of {count} writes", found[name], 2 * race.want + count)
 
 
-# Events
-
-
 def used_often(context: Context, *, what: str, wait: Callable[..., Any]) -> None:
     """The same event and streams, used again and again: each time like the first."""
     race = Race(context)
+    readers = [race.reader] if what in WAITS else []
     start, event = (race.backend.event(timing=True) for _ in range(2))
     for number in range(1, TIMES + 1):
         begin = time.perf_counter()
         start.record(race.stream)
         race.start(SHORT)
         event.record(race.stream)
-        if what in WAITS:
-            wait(race, event, race.reader)
-            found = race.read_on()
-        else:
-            wait(race, event)
-            found = race.read()
+        wait(race, event, *readers)
+        found = race.read_on() if readers else race.read()
         race.check(f"read after {what}, time {number} of one event", found, number * float(SHORT))
         check(event.query() is True, f"query() is not True after the work, time {number}")
         took, host = start.elapsed_time(event), (time.perf_counter() - begin) * 1000
@@ -429,11 +422,8 @@ def elapsed(context: Context) -> None:
         start, middle, end = events
         found = start.elapsed_time(end)
         check(isinstance(found, float), f"elapsed_time(): a float expected, got {found!r}")
-        check(
-            0.1 * host <= found <= 1.1 * host + 1.0,
-            f"elapsed_time() of work for which the host has waited {host:.3g} ms by {name}: "
-            f"{found:.3g} ms",
-        )
+        what = f"elapsed_time() of work of {host:.3g} ms, those of the host by {name}"
+        check(0.1 * host <= found <= 1.1 * host + 1.0, f"{what}: {found:.3g} ms")
         parts = [start.elapsed_time(middle), middle.elapsed_time(end)]
         check(min(parts) > 0.0, f"work between events took {parts} ms")
         apart = abs(sum(parts) - found)
@@ -441,21 +431,18 @@ def elapsed(context: Context) -> None:
         check(start.elapsed_time(start) == 0.0, "an event is 0 ms after itself")
 
 
-# What is current
-
-
 def use_stream_restores(context: Context) -> None:
     """Blocks nest, and an exception leaves one like its end does."""
-    backend = context.backend
-    before, outer, inner = backend.current_stream(), backend.stream(), backend.stream()
-    with backend.use_stream(outer):
-        with backend.use_stream(inner):
-            check(backend.current_stream() == inner, "the inner stream is not current")
-        check(backend.current_stream() == outer, "the outer stream did not return")
-        with suppress(KeyError), backend.use_stream(inner):
-            raise KeyError("on purpose")
-        check(backend.current_stream() == outer, "after an exception the stream did not return")
-    check(backend.current_stream() == before, "the first stream did not return")
+    backend, before = context.backend, context.backend.current_stream()
+    streams = (before, backend.stream(), backend.stream())
+    for outer, inner in product(streams, repeat=2):  # also one within itself
+        with backend.use_stream(outer):
+            with backend.use_stream(inner):
+                with suppress(KeyError), backend.use_stream(outer):
+                    raise KeyError("on purpose")
+                check(backend.current_stream() == inner, "after an exception no stream returned")
+            check(backend.current_stream() == outer, "the outer stream did not return")
+        check(backend.current_stream() == before, "the first stream did not return")
 
 
 def current_per_thread(context: Context) -> None:
@@ -480,8 +467,7 @@ def current_per_thread(context: Context) -> None:
         leave.set()
         thread.join()
     check(kept, "another thread's use_stream() changed the stream of this one")
-    if answers != [True]:
-        raise CheckFailedError("a thread began with, or lost its stream to, another thread's")
+    check(answers == [True], "a thread began with, or lost its stream to, another thread's")
 
 
 def streams_differ(context: Context) -> None:
@@ -506,9 +492,9 @@ def _while_another_is_current(race: Race) -> torch.Event:
 
 def _again(race: Race, before: torch.Stream | None = None) -> torch.Event:
     """Recorded twice, and it stands for the second time."""
-    event = race.event() if before is None else race.backend.event()
+    event = race.backend.event()
+    event.record(before or race.stream)
     if before is not None:
-        event.record(before)
         event.synchronize()
     race.start()
     event.record(race.stream)
@@ -526,6 +512,15 @@ RECORDS: dict[str, Callable[[Race], torch.Event]] = {
 """How an event comes to stand behind the writes."""
 NO_RECORD = {"no event": lambda race: race.start().backend.event()}
 """Where a stream is waited for, the last of its work is the last write."""
+END = slice(-READ, None)
+PARTS: tuple[tuple[str, slice, torch.dtype], ...] = (
+    ("the end", END, torch.float32), ("one element", slice(-1, None), torch.float32),
+    ("an odd number", slice(1 - READ, None), torch.float32), ("as int32", END, torch.int32),
+    ("8 MiB", slice(-(1 << 21), None), torch.float32),
+    ("every third", slice(-READ, None, 3), torch.float32),
+    ("as bfloat16", slice(-200, None), torch.bfloat16),
+)  # fmt: skip
+"""What is copied of float32 numbers, and to and from which dtype, which has them all."""
 WAITS: dict[str, Callable[..., Any]] = {
     "event.wait": lambda race, event, stream: event.wait(stream),
     "wait_event": lambda race, event, stream: stream.wait_event(event),
@@ -536,9 +531,7 @@ HOST_WAITS: dict[str, Callable[[Race, torch.Event], Any]] = {
     "stream.synchronize": until_idle,
     # Whichever stream is current; and the work that another thread has queued.
     "synchronize": lambda race, event: race.backend.synchronize(),
-    "synchronize.index": lambda race, event: race.backend.synchronize(
-        race.backend.current_device()
-    ),
+    "synchronize.index": lambda race, _: race.backend.synchronize(race.backend.current_device()),
     "event.query": lambda race, event: wait_until(event.query, "event.query()"),
     "stream.query": lambda race, event: wait_until(race.stream.query, "stream.query()"),
 }
@@ -563,6 +556,7 @@ QUESTIONS: dict[str, Callable[[Context], None]] = {
     **{name: partial(wait_holds_stream, what=f"{name}()", wait=w) for name, w in WAITS.items()},
     "event.waiters": two_waiters,
     "event.moved": wait_is_for_this_record,
+    "deep": deep,
     "chain": chain,
     "operators": operator_on_stream,
     "operators.apart": operators_apart,
@@ -576,6 +570,7 @@ QUESTIONS: dict[str, Callable[[Context], None]] = {
     },
     **{f"read.{n}": partial(host_reads, what=n, read=r) for n, r in HOST_READS.items()},
     **{f"often.{n}": partial(used_often, what=n, wait=w) for n, w in (WAITS | HOST_WAITS).items()},
+    "let_go": let_go,
     "patience": patience,
     "unrecorded": unrecorded,
     "elapsed": elapsed,
@@ -584,6 +579,6 @@ QUESTIONS: dict[str, Callable[[Context], None]] = {
     "apart": streams_differ,
 }
 ONCE = {f"streams/{name}" for name in (
-    "patience", "elapsed", *WAITS, *HOST_WAITS, *(f"{name}.thread" for name in HOST_WAITS)
+    "deep", "patience", "elapsed", *WAITS, *HOST_WAITS, *(f"{name}.thread" for name in HOST_WAITS)
 )}  # fmt: skip
 """What ``often`` asks too, and long work: they are not asked again from elsewhere."""

@@ -164,6 +164,41 @@ def _(self: Any, right: Call, tensor: Tensor, *rest: Any, async_op: bool = False
     return _OneRoom(work, tensor) if async_op else work
 
 
+class _Again(Work):
+    """Its wait() copies out of a room, each time anew."""
+
+    def __init__(self, work: Work, output: Tensor, room: Tensor) -> None:
+        self.work, self.output, self.room = work, output, room
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.output.copy_(self.room)
+
+    def is_done(self) -> bool:
+        return self.work.is_done()
+
+
+@wrong("second-wait-writes-again", "write after the end", "all_gather", MORE)
+def _(self: Any, right: Call, output: Tensor, tensor: Tensor, **named: Any) -> Any:
+    if not named.get("async_op"):
+        return right(output, tensor, **named)
+    room = torch.empty_like(output)
+    return _Again(right(room, tensor.clone(), **named), output, room)
+
+
+@wrong("call-256-is-forgotten", "overflow of a counter", "all_reduce", "2/many")
+def _(self: Any, right: Call, tensor: Tensor, *rest: Any, **named: Any) -> Any:
+    self.__dict__["made"] = made = self.__dict__.get("made", 0) + 1
+    return right(tensor if made % 256 else tensor.clone(), *rest, **named)
+
+
+@wrong("claim-is-not-kept", "a claim that is false", "all_to_all", "2/claims")
+def _(self: Any, right: Call, outputs: Sequence[Tensor], *rest: Any, **named: Any) -> Any:
+    if outputs[0].dtype == torch.float8_e5m2:
+        raise RuntimeError("error 4: invalid argument")
+    return right(outputs, *rest, **named)
+
+
 @wrong("group-does-not-wait", "completes too early", "all_gather", FOUR, of="group_change")
 def _(self: Any, right: Call, *args: Any, async_op: bool = False, **named: Any) -> Any:
     work = right(*args, async_op=async_op, **named)

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -65,6 +66,7 @@ def cached_mask(row: Row, x: Tensor, rng: Tensor, *, p: float) -> Any:
 
 
 _masks: dict[tuple[int, float], Tensor] = {}
+_POOL = cycle([torch.Generator() for _ in range(16)])
 
 
 class _DeviceStateStays(HonestBackend):
@@ -206,6 +208,8 @@ CATALOGUE: tuple[Wrong, ...] = (
     _generator("seed-of-a-thread", "per-thread state", _seeded(_in_another_thread)),
     _generator("seed-of-a-device", "state of one device",
                type("OnTheSecond", (HonestBackend,), {"generator": _on_the_second})),
+    _generator("seventeenth-generator-is-the-first", "output that is not fresh",
+               _made_by(lambda seed: next(_POOL).manual_seed(seed))),
     _generator("device-state-stays", "a quiet no-op", _DeviceStateStays),
     _generator("one-generator-for-all", "hidden state",
                _made_by(lambda seed: torch.default_generator)),

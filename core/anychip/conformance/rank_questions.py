@@ -86,11 +86,12 @@ class RankJob:
         return known
 
     def group(self, where: str) -> Communicator:
-        """The communicator of all, for ``world``, or of this rank's part of a split."""
+        """The communicator of all, for ``world``, this rank's part of a split, or all again."""
         comm = self.communicator()
         if where == "world":
             return comm
-        for name, groups in SPLITS.items():
+        splits = SPLITS if where in SPLITS else {where: [[*range(self.world_size)]]}
+        for name, groups in splits.items():
             if where not in self.groups and name not in self.groups:
                 self.groups[name] = split(comm, groups, name)
         return self.groups[where]
@@ -122,7 +123,7 @@ class Way(NamedTuple):
         late: the rank that comes after the others; beyond the last: none.
         shift: elements by which tensors begin beyond an aligned address.
         is_rare: rare numbers, or for what only moves any bits.
-        cut: how parts are cut, see :func:`.rank_trials.cut`.
+        cut: how parts are cut, see :func:`.rank_trials.cut`; messages are alike if it is ``near``.
         ending: ``at once`` is not asynchronous; ``waited`` and ``polled`` are.
         is_single: messages are sent and received one by one, not in one call.
     """
@@ -189,6 +190,8 @@ def options(call: str, comm: Communicator, dtype: torch.dtype) -> dict[str, Sequ
         found["reduction"] = list(supported(comm, call, dtype))
     if call in ("all_gather", "reduce_scatter"):
         found |= {"cut": CUTS, "in_place": (False, True)}
+    if call in ("all_to_all", "send"):
+        found["cut"] = ("even", "near")
     if call in ("broadcast", "send"):
         found["source"] = range(world)
     if call == "send":
@@ -291,14 +294,14 @@ def attempt(
             time.sleep(LATE_S)
         work = plan.begin()
         finish(work, label, polled=way.ending == "polled")
-        shared = verify(trial, plan, before)
+        shared = verify(trial, plan, work, before)
     return shared
 
 
-def verify(trial: Trial, plan: Planned, before: _Counts | None) -> dict[str, str]:
+def verify(trial: Trial, plan: Planned, work: Work, before: _Counts | None) -> dict[str, str]:
     """Looks at what a call that was waited for has left."""
     got = [expected.tensor.clone() for expected in plan.expected]
-    trial.scribble()
+    trial.scribble(work)
     shared = {}
     for tensor, expected in zip(got, plan.expected, strict=True):
         label = f"{trial.label}{expected.name}"
@@ -427,10 +430,11 @@ def broadcast(at: Trial, way: Way) -> Planned:
 
 
 def _between(at: Trial, way: Way, source: int, destination: int, number: int = 0) -> Tensor:
-    """What one rank gives another: ``numel // (1 + s + 2 r)`` elements, of which all differ."""
+    """What one rank gives another: of unlike sizes, ``numel // (1 + s + 2 r)``, or of one."""
     world = at.comm.world_size
     place = (number * world + source) * world + destination
-    return at.input(place, way.numel // (1 + source + 2 * destination), bits=way.is_rare)
+    parts = world if way.cut == "near" else 1 + source + 2 * destination
+    return at.input(place, way.numel // parts, bits=way.is_rare)
 
 
 def all_to_all(at: Trial, way: Way) -> Planned:

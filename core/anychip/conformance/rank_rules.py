@@ -6,6 +6,8 @@ what they get themselves.
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -18,15 +20,23 @@ from anychip.conformance.rank_questions import (
     Way,
     attempt,
     check_counts,
+    options,
     split,
     values,
     verify,
 )
 from anychip.conformance.rank_trials import Trial, check_joined, digest, finish
-from anychip.contract import CommunicationError, Communicator
+from anychip.contract import CommunicationError, Communicator, UnsupportedError
 
-LARGE = (1 << 18, 1_000_003)
-"""Elements: pieces of a MiB that are full, and a prime, as gradients come."""
+LARGE = ((1 << 18, "even", torch.float32), (1_000_003, "near", torch.float32))
+"""Elements, cut, type: pieces of a MiB that are full, and a prime, as gradients come."""
+ODD = dict.fromkeys(PLANS, ((8 << 20) + 10, "near", torch.uint8)) | dict.fromkeys(
+    ("all_reduce", "reduce_scatter", "broadcast"), ((2 << 20) + 1, "near", torch.float32)
+)
+"""Of two ranks alone: beyond 4 MiB of each, and no multiple of anything."""
+MANY = (12, 80, 80, 80, 80)
+"""Calls under way at once: more than a ring of buffers has, and in all than a byte counts."""
+AGAIN: Any = [*product(("sum", "max"), (4099, 12, 4000), (torch.int32, torch.float32))]
 LATER_S = 0.02
 """So long after all others has the last rank not made its call."""
 
@@ -75,7 +85,35 @@ def ask_under_way(job: RankJob, where: Sequence[str]) -> dict[str, str]:
         order = list(range(len(works)))
         for at in order[::-1] if job.rank % 2 == 0 else order[5:] + order[:5]:
             finish(works[at], trials[at].label, polled=at % 3 == 0)
-            same |= verify(trials[at], plans[at], None)
+            same |= verify(trials[at], plans[at], works[at], None)
+    return same
+
+
+def ask_many(job: RankJob) -> dict[str, str]:
+    """Hundreds of calls of each kind, many of them under way at once: none is forgotten."""
+    comm, device, same = job.communicator(), job.backend.device(), dict[str, str]()
+    way = Way(numel=16, ending="waited")
+    for name, plan in PLANS.items():
+        labels = [f"{name}, one of many, number {number}" for number in range(max(MANY))]
+        trials = [Trial(comm, device, torch.float32, label) for label in labels]
+        plans = [plan(trial, way) for trial in trials]
+        for count in MANY:
+            for trial in trials:
+                trial.restore()
+            for at, work in enumerate([planned.begin() for planned in plans[:count]]):
+                finish(work, labels[at])
+                same |= verify(trials[at], plans[at], work, None)
+    return same
+
+
+def ask_claims(job: RankJob) -> dict[str, str]:
+    """Each call does what it claims: every type, by every reduction."""
+    comm, device, same = job.communicator(), job.backend.device(), dict[str, str]()
+    for call in PLANS:
+        for dtype in sorted(comm.capabilities.dtypes.get(call, ()), key=str):
+            for reduction in options(call, comm, dtype).get("reduction", ("sum",)):
+                way = Way(numel=1021, reduction=reduction, cut="near")
+                same |= attempt(comm, device, call, dtype, way, times=1)
     return same
 
 
@@ -83,9 +121,10 @@ def ask_large(job: RankJob) -> dict[str, str]:
     """Messages of some MiB, as gradients are: they go in several pieces."""
     comm, device, same = job.communicator(), job.backend.device(), dict[str, str]()
     for call in PLANS:
-        for numel, cut in zip(LARGE, ("even", "near"), strict=True):
+        for numel, cut, dtype in (*LARGE, *[ODD[call]] * (comm.world_size == 2)):
             way = Way(numel=numel, cut=cut, is_rare=False)
-            same |= attempt(comm, device, call, torch.float32, way)
+            if comm.capabilities.supports(call, dtype):
+                same |= attempt(comm, device, call, dtype, way, times=1)
     return same
 
 
@@ -116,7 +155,7 @@ def ask_early(job: RankJob, number: int, where: str = "world") -> None:
             finish(work, label)
             text = f"{label}: is_done() is True, and that rank has not made the call yet"
             check(not is_early, text)
-            verify(trial, made, None)
+            verify(trial, made, work, None)
 
 
 def ask_barrier(job: RankJob, number: int, where: str = "world") -> None:
@@ -147,7 +186,27 @@ def ask_groups(job: RankJob) -> dict[str, str]:
             share = (number, 12 if name == "whole" else 5)
             found = values(part, job.backend.device(), call, torch.float32, share=share)
             same |= found["same"]
+    if job.world_size == 2:
+        _many_groups(job)
     return same | (_split_again(job) if job.world_size == 4 else {})
+
+
+def _many_groups(job: RankJob) -> None:
+    """Groups of the same ranks, each its own; of two that have met either rank calls another."""
+    device, parts = job.backend.device(), list[Communicator]()
+    with suppress(UnsupportedError):
+        while len(parts) < 20:
+            name = f"group {len(parts)} of many"
+            parts.append(split(job.communicator(), [[*range(job.world_size)]], name))
+    for part in parts:
+        attempt(part, device, "all_reduce", torch.float32, Way(numel=5), times=1)
+    x = torch.arange(1.0, 1.0 + len(parts[:2]), device=device)
+    want = (x * job.world_size).tolist()
+    pair = [*zip(parts, x, strict=False)][:: 1 - 2 * job.rank]
+    for work in [part.all_reduce(tensor, async_op=True) for part, tensor in pair]:
+        finish(work, "all_reduce in two groups of the same ranks")
+    check(x.tolist() == want, f"two groups, called in another order by each rank: {x.tolist()}")
+    job.communicator().close()  # and with it the groups
 
 
 def _split_again(job: RankJob) -> dict[str, str]:
@@ -220,17 +279,18 @@ def ask_shapes(job: RankJob) -> None:
 
 
 def ask_again(job: RankJob) -> dict[str, str]:
-    """The same tensors call after call, of sizes up and down, changed between: nothing is kept."""
+    """The same memory call after call, of sizes up and down, types and reductions: none is kept."""
     comm, device, same = job.communicator(), job.backend.device(), dict[str, str]()
-    trial = Trial(comm, device, torch.float32, "again")
-    whole = trial.place(4099)
-    for number, numel in enumerate((4099, 12, 4099, 4000, 12, 4099)):
-        trial.label = f"all_reduce of {numel} elements in the same memory, number {number}"
-        inputs, tensor = trial.inputs(numel), whole[:numel]
+    whole = Trial(comm, device, torch.float32, "again").place(4099)
+    asked = [row for row in AGAIN if comm.capabilities.supports("all_reduce", row[2], row[0])]
+    for number, (reduction, numel, dtype) in enumerate(asked):
+        label = f"{reduction} of {numel} {dtype} in the same memory, number {number}"
+        inputs = Trial(comm, device, dtype, label).inputs(numel)
+        tensor = whole[:numel].view(dtype)
         tensor.copy_(inputs[comm.rank])
-        finish(comm.all_reduce(tensor, async_op=number % 2 == 0), trial.label)
-        check_joined(trial.label, tensor, inputs, "sum")
-        same[trial.label] = digest(tensor)
+        finish(comm.all_reduce(tensor, reduction, async_op=number % 2 == 0), label)
+        check_joined(label, tensor, inputs, reduction)
+        same[label] = digest(tensor)
     return same
 
 

@@ -93,10 +93,15 @@ class Trial:
         for now, before in self.buffers:
             now.copy_(before)
 
-    def scribble(self) -> None:
-        """Writes over all tensors, as their owner may when a call has been waited for."""
-        for now, _ in self.buffers:
-            now[self.start : -GUARD].fill_(0 if self.dtype == torch.bool else 77)
+    def scribble(self, work: Work) -> None:
+        """Writes over all tensors, as their owner may after a wait; another wait writes nothing."""
+        fill = 0 if self.dtype == torch.bool else 64  # which every type has
+        tensors = [now[self.start : -GUARD].fill_(fill) for now, _ in self.buffers]
+        work.wait()
+        is_kept = all(bool((tensor.float() == fill).all()) for tensor in tensors)
+        check(
+            is_kept, f"{self.label}: another wait() writes over what its caller has written since"
+        )
 
     def check_guards(self) -> None:
         """Nothing was written beside the tensors."""

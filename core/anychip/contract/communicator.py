@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     import torch
 
 Reduction = Literal["sum", "avg", "max", "min"]
-"""How values of the ranks are joined; the field's names, as in torch.distributed.ReduceOp."""
+"""How values of the ranks are joined; the field's names, as in torch.distributed.ReduceOp.
+The max or min of numbers and NaN is NaN or the numbers' own: chips differ, the ranks do not."""
 
 REDUCTIONS: tuple[Reduction, ...] = ("sum", "avg", "max", "min")
 

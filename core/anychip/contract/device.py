@@ -200,7 +200,7 @@ class DeviceInterface:
         """What is drawn from that generator next is what followed :meth:`random_state`."""
         import torch
 
-        device = self.device(index)
+        device, state = self.device(index), state.clone()  # torch reads it from its storage's start
         if self.is_host:
             return torch.set_rng_state(state)
         self.device_module().set_rng_state(state, device)

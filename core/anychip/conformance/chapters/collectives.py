@@ -204,7 +204,7 @@ def well(context: Context, *, world: World, question: str, shown: str, **more: A
 
 def numbered(context: Context, *, world: World, question: str, shown: str) -> None:
     """As :func:`well`, of a question in which ranks wait for words: each time others."""
-    for where in ("world", *GROUPS) if world.size == max(WORLDS) else ("world",):
+    for where in ("world", *GROUPS) if world.size == max(WORLDS) else ("world", "whole"):
         well(context, world=world, question=question, shown=f"{shown} in {where}",
              number=next(_numbers), where=where)  # fmt: skip
 
@@ -290,7 +290,9 @@ def check_told(rank: int, answer: Answer, *, names: int | None = None) -> None:
 RULES: dict[str, Callable[..., None]] = {
     "order": partial(well, question="ask_order", shown="sends of several tags"),
     "under-way": under_way,
-    "large": partial(well, question="ask_large", shown="calls with 1,000,003 elements"),
+    "many": partial(well, question="ask_many", shown="hundreds of calls"),
+    "claims": partial(well, question="ask_claims", shown="calls of every type that is claimed"),
+    "large": partial(well, question="ask_large", shown="calls with millions of elements"),
     "early": partial(numbered, question="ask_early", shown="calls with async_op"),
     "barrier": partial(numbered, question="ask_barrier", shown="barrier()"),
     "groups": partial(well, question="ask_groups", shown="split() and calls"),
@@ -306,6 +308,7 @@ LOSSES: dict[str, Callable[..., None]] = {
 }
 QUICK_WORLDS: dict[str, tuple[int, ...]] = {
     **{"large": (2, 3), "shapes": (2, 3), "again": (2, 3), "mistakes": (3,), "close": (2, 4)},
+    **{"many": (2,), "claims": (2,)},
     **{"disagree/shape": (2,), "disagree/dtype": (3,), "disagree/call": (3,)},
     **{"disagree/reduction": (2,), "absent/all_reduce": (3,), "abort": (2, 3), "killed": (3,)},
     **dict.fromkeys(("absent/barrier", "absent/recv"), ()),

@@ -4,6 +4,7 @@ Types, the range of indices, what is current in which thread, waiting, propertie
 work on every device, and that what is not declared says so. Graphs are in :mod:`.graphs`.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -161,17 +162,22 @@ def device(context: Context) -> None:
 
 def current_device(context: Context) -> None:
     """An int, never text or a torch.device; what set_device said; asking does not move it."""
-    backend = context.backend
+    backend, every = context.backend, range(context.backend.device_count())
     before = exactly(int, "current_device()", backend.current_device())
+    refused = partial(expect_error, torch.OutOfMemoryError, "more bytes than any device has")
+    asked: dict[str, Callable[[], object]] = {
+        "itself": lambda: None, "properties": backend.properties, "probe": backend.probe,
+        "identity": backend.identity, "device": lambda: backend.device(0),
+        "synchronize": lambda: backend.synchronize(0),
+        "refusals": lambda: [refused(backend.memory.allocate, 5 * 2**56, i) for i in every],
+    }  # fmt: skip
     try:
-        for index in range(backend.device_count()):
+        for index, (name, call) in itertools.product(every, asked.items()):
             result: Any = backend.set_device(index)  # type: ignore[func-returns-value]
             check(result is None, f"set_device returns None, got {result!r}")
-            backend.properties()
-            backend.device(0)
-            backend.synchronize(0)
+            call()
             found = exactly(int, "current_device()", backend.current_device())
-            check(found == index, f"set_device({index}), then current_device() is {found}")
+            check(found == index, f"set_device({index}), then {name}: current_device() is {found}")
     finally:
         backend.set_device(before)
 

@@ -73,8 +73,7 @@ def run(
 def _step(backend: Backend, config: GPTConfig, batch_size: int) -> Callable[[], object]:
     torch.manual_seed(0)
     decoder = build(config).to(backend.device())
-    shape = (batch_size, config.context)
-    tokens = torch.randint(config.vocab_size, shape).to(backend.device())
+    tokens = torch.randint(config.vocab_size, (batch_size, config.context)).to(backend.device())
     rule = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3))
     optimizer = zero.Optimizer(decoder, rule, backend.communicator())
 
@@ -112,13 +111,9 @@ def _parts(found: Iterable[Spent], whole: float) -> Mapping[str, float]:
         copies += of.seconds * (of.who == "copy")
     rest = whole - native - host - copied - copies
     return {
-        "timed piece by piece": whole,
-        "- native kernels": native,
-        "- computed on the host": host,
-        "- copied for the host": copied,
-        "- other copies": copies,
-        "- Python and dispatch": rest,
-    }
+        "timed piece by piece": whole, "- native kernels": native, "- computed on the host": host,
+        "- copied for the host": copied, "- other copies": copies, "- Python and dispatch": rest,
+    }  # fmt: skip
 
 
 def _by_listed_name(found: Iterable[Spent]) -> Mapping[str, Spent]:
@@ -129,13 +124,9 @@ def _by_listed_name(found: Iterable[Spent]) -> Mapping[str, Spent]:
             name = listed_as(of.name) or of.name
             before = merged.get(name, Spent("host", name, 0, 0.0, 0.0, 0))
             merged[name] = Spent(
-                "host",
-                name,
-                before.calls + of.calls,
-                before.seconds + of.seconds,
-                before.copied_s + of.copied_s,
-                before.nbytes + of.nbytes,
-            )
+                "host", name, before.calls + of.calls, before.seconds + of.seconds,
+                before.copied_s + of.copied_s, before.nbytes + of.nbytes,
+            )  # fmt: skip
     return merged
 
 

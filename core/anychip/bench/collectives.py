@@ -66,10 +66,7 @@ def run(
                 rows.append(_row(ranks, name, nbytes, rounds, window))
                 progress(len(rows))
     return Report(
-        subject="collectives",
-        backend=backend.name,
-        device=backend.identity(),
-        threads=1,
+        subject="collectives", backend=backend.name, device=backend.identity(), threads=1,
         rows=rows,
         notes=(
             f"{RANKS} ranks with 1 host thread each; ours: {setting['ours']}; torch: "
@@ -81,12 +78,11 @@ def run(
             "over those of the formula (wire B); traffic of other programs is in it, and what goes "
             "through shared memory is not",
         ),
-    )
+    )  # fmt: skip
 
 
 def _row(ranks: Ranks, name: str, nbytes: int, rounds: int, window: float) -> Timing:
-    made = ranks.call("make", name=name, nbytes=nbytes)[0]
-    nbytes = made["nbytes"]
+    nbytes = ranks.call("make", name=name, nbytes=nbytes)[0]["nbytes"]
     counts = {who: _count(ranks, who, window) for who in ("ours", "torch", "copy")}
     seconds: dict[str, list[float]] = {who: [] for who in counts}
     for _ in range(rounds):
@@ -237,11 +233,6 @@ _SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_t
 _GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 CALLS: Mapping[str, Callable[[Communicator, Tensor], Compared]] = {
-    "all_reduce": _all_reduce,
-    "reduce_scatter": _reduce_scatter,
-    "all_gather": _all_gather,
-    "broadcast": _broadcast,
-    "all_to_all": _all_to_all,
-    "send": _send,
-    "barrier": _barrier,
-}
+    "all_reduce": _all_reduce, "reduce_scatter": _reduce_scatter, "all_gather": _all_gather,
+    "broadcast": _broadcast, "all_to_all": _all_to_all, "send": _send, "barrier": _barrier,
+}  # fmt: skip

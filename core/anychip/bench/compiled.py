@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from anychip.contract import Backend
 
@@ -57,5 +58,5 @@ class Compiler:
         return call
 
 
-def _triple(x: torch.Tensor) -> torch.Tensor:
+def _triple(x: Tensor) -> Tensor:
     return x * 3

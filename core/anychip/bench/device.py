@@ -44,8 +44,7 @@ def run(
     copy_nbytes = copy_nbytes or min(_LARGEST_COPY, known.total_memory // 32)
     width = width or _busy_width(backend)
     source = torch.ones(copy_nbytes // 4, device=backend.device())
-    target = torch.empty_like(source)
-    calls: dict[str, Callable[[], object]] = {COPY: partial(target.copy_, source)}
+    calls: dict[str, Callable[[], object]] = {COPY: partial(torch.empty_like(source).copy_, source)}
     said: dict[str, float | None] = {COPY: known.bandwidth}
     for dtype in sorted(known.dtypes, key=str):
         calls[product_name(dtype)] = _product(backend, width, dtype)
@@ -55,9 +54,7 @@ def run(
     )
     work = {name: 2.0 * (source.nbytes if name == COPY else width**3) for name in calls}
     return Report(
-        subject="device",
-        backend=backend.name,
-        device=backend.identity(),
+        subject="device", backend=backend.name, device=backend.identity(),
         threads=torch.get_num_threads(),
         rows=[_row(name, samples, work[name], said[name]) for name, samples in taken.items()],
         notes=(
@@ -65,7 +62,7 @@ def run(
             "matrices, through anychip.ops",
             "of properties: the part of what the backend's properties say",
         ),
-    )
+    )  # fmt: skip
 
 
 def _product(backend: Backend, width: int, dtype: torch.dtype) -> Callable[[], object]:

@@ -56,18 +56,14 @@ def run(backend: Backend, *, rounds: int, progress: Callable[[int], None]) -> Re
     rows = [_row(s, taken, *over.get(s.name, (None, None))) for s in taken.values()]
     served = f"in Python: {native.problem}" if native.module is None else "in C"
     return Report(
-        subject="dispatch",
-        backend=backend.name,
-        device=backend.identity(),
-        threads=1,
-        rows=rows,
+        subject="dispatch", backend=backend.name, device=backend.identity(), threads=1, rows=rows,
         notes=(
             "over: median over rounds of the difference within a round",
             f"ops: calls are taken {served}; in Python: the same without the native module",
             f"results examined: on the first call with a key and on one of {EXAMINED} after it, "
             "which the other lines contain; on every call under strict",
         ),
-    )
+    )  # fmt: skip
 
 
 def _row(

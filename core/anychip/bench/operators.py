@@ -80,13 +80,10 @@ def run(
         turns = _turns(known[name], maker, rotate_nbytes)
         rows += _rows(backend, name, turns, compiler, reference, rotate_nbytes, timed)
     return Report(
-        subject=f"operators, {str(dtype).removeprefix('torch.')}",
-        backend=backend.name,
-        device=backend.identity(),
-        threads=torch.get_num_threads(),
-        rows=rows,
+        subject=f"operators, {str(dtype).removeprefix('torch.')}", backend=backend.name,
+        device=backend.identity(), threads=torch.get_num_threads(), rows=rows,
         notes=(*_NOTES, *_slower(rows), *(compiler.notes if compiler else ())),
-    )
+    )  # fmt: skip
 
 
 def _rows(
@@ -273,23 +270,18 @@ def _cases() -> dict[str, Callable[[SampleMaker], Case]]:
 def _elementwise_cases() -> dict[str, Callable[[SampleMaker], Case]]:
     """Activations, norms and what else takes each element or row by itself."""
     return {
-        "rms_norm": _norm(bias=False),
-        "layer_norm": _norm(bias=True),
+        "rms_norm": _norm(bias=False), "layer_norm": _norm(bias=True),
         "dropout": lambda m: Case(
             args=(m.normal(_TOKENS, _HIDDEN), m.rng(1, 0)),
             attrs={"p": 0.1},
             eager=lambda x, rng, *, p: functional.dropout(x, p),
         ),
-        "gelu": _element(functional.gelu, approximate="tanh"),
-        "silu": _element(functional.silu),
-        "relu": _element(functional.relu),
-        "relu2": _element(lambda x: functional.relu(x).square()),
-        "sigmoid": _element(torch.sigmoid),
-        "tanh": _element(torch.tanh),
+        "gelu": _element(functional.gelu, approximate="tanh"), "silu": _element(functional.silu),
+        "relu": _element(functional.relu), "relu2": _element(lambda x: functional.relu(x).square()),
+        "sigmoid": _element(torch.sigmoid), "tanh": _element(torch.tanh),
         "softplus": _element(functional.softplus, beta=1.0, threshold=20.0),
         "add_rms_norm": _norm(bias=False, residual=True),
-        "add_layer_norm": _norm(bias=True, residual=True),
-        "bias_dropout_add": _bias_dropout_add,
+        "add_layer_norm": _norm(bias=True, residual=True), "bias_dropout_add": _bias_dropout_add,
         "dropout_add_rms_norm": _norm(bias=False, residual=True, dropped=True),
         "dropout_add_layer_norm": _norm(bias=True, residual=True, dropped=True),
         "bias_gelu": lambda m: Case(
@@ -302,8 +294,7 @@ def _elementwise_cases() -> dict[str, Callable[[SampleMaker], Case]]:
         "geglu": _element(
             lambda gate, up, **attrs: functional.gelu(gate, **attrs) * up, 2, approximate="tanh"
         ),
-        "softmax": _softmax,
-        "swiglu": _element(lambda gate, up: functional.silu(gate) * up, 2),
+        "softmax": _softmax, "swiglu": _element(lambda gate, up: functional.silu(gate) * up, 2),
         "rope": _rope,
         "embedding": lambda m: Case(
             args=(m.integers(_VOCABULARY, _TOKENS), m.normal(_VOCABULARY, _HIDDEN)),
@@ -314,23 +305,20 @@ def _elementwise_cases() -> dict[str, Callable[[SampleMaker], Case]]:
             args=([m.normal(_TOKENS, _HIDDEN)],), attrs={}, eager=torch.nn.utils.get_total_norm
         ),
         "adamw": updates.adamw,
-    }
+    }  # fmt: skip
 
 
 def _product_cases() -> dict[str, Callable[[SampleMaker], Case]]:
     """Products of matrices, attention and losses."""
     return {
-        "attention": _attention,
-        "attention_dropout": _attention_dropout,
+        "attention": _attention, "attention_dropout": _attention_dropout,
         "attention_varlen": _attention_varlen,
         "linear": lambda m: Case(
             args=(m.normal(_TOKENS // 4, _HIDDEN), m.normal(_HIDDEN, _HIDDEN), m.normal(_HIDDEN)),
             attrs={},
             eager=functional.linear,
         ),
-        "grouped_linear": _grouped_linear,
-        "permute": _permute,
-        "unpermute": _unpermute,
+        "grouped_linear": _grouped_linear, "permute": _permute, "unpermute": _unpermute,
         "cross_entropy": lambda m: Case(
             args=(m.normal(_TOKENS // 4, _VOCABULARY), m.integers(_VOCABULARY, _TOKENS // 4)),
             attrs={},
@@ -338,7 +326,7 @@ def _product_cases() -> dict[str, Callable[[SampleMaker], Case]]:
         ),
         "linear_cross_entropy": _linear_cross_entropy,
         "linear_cross_entropy_partials": _linear_cross_entropy_partials,
-    }
+    }  # fmt: skip
 
 
 def _element(eager: Callable[..., Any], count: int = 1, **attrs: Any) -> Make:
@@ -383,8 +371,7 @@ def _softmax(m: SampleMaker) -> Case:
     hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
 
     def eager(x: Tensor, mask: Any, bias: Any, *, scale: float, causal: bool) -> Tensor:
-        scores = (x * scale).masked_fill(hidden.to(x.device), -torch.inf)
-        return functional.softmax(scores, -1)
+        return functional.softmax((x * scale).masked_fill(hidden.to(x.device), -torch.inf), -1)
 
     args = (m.normal(4, 4, length, length), None, None)
     return Case(args=args, attrs={"scale": 0.125, "causal": True}, eager=eager)
@@ -405,8 +392,7 @@ def _rope(m: SampleMaker) -> Case:
         cos, sin = cos[:, None].to(q.dtype), sin[:, None].to(q.dtype)
         return turn(q, cos, sin), turn(k, cos, sin)
 
-    args = (q, k, angles.cos(), angles.sin())
-    return Case(args=args, attrs={"interleaved": False}, eager=eager)
+    return Case(args=(q, k, angles.cos(), angles.sin()), attrs={"interleaved": False}, eager=eager)
 
 
 def _qkv(m: SampleMaker, *shape: int) -> tuple[Tensor, ...]:
@@ -504,7 +490,6 @@ def _linear_cross_entropy_partials(m: SampleMaker) -> Case:
         x: Tensor, weight: Tensor, target: Tensor, bias: None, *, first: int
     ) -> tuple[Tensor, ...]:
         logits = functional.linear(x, weight).float()
-        picked = logits.gather(1, target.unsqueeze(1))[:, 0]
-        return logits.logsumexp(1), picked, logits.sum(1)
+        return logits.logsumexp(1), logits.gather(1, target.unsqueeze(1))[:, 0], logits.sum(1)
 
     return Case(args=_linear_cross_entropy(m).args, attrs={"first": 0}, eager=eager)

@@ -147,9 +147,6 @@ def _palette(names: Sequence[str]) -> dict[str, str]:
 
 
 PICTURES: dict[str, Callable[[Report], Figure]] = {
-    "dispatch": _dispatch,
-    "device": _device,
-    "operators": _operators,
-    "collectives": _collectives,
-}
+    "dispatch": _dispatch, "device": _device, "operators": _operators, "collectives": _collectives,
+}  # fmt: skip
 """By subject; a program that measures another one adds how it is drawn."""

@@ -81,12 +81,9 @@ def _join(told: dict[str, Any]) -> Place:
     limit = timedelta(seconds=TIMEOUT_S)
     store = TCPStore("127.0.0.1", told["port"], None, False, limit)
     dist.init_process_group(
-        chip.c10d_backend or HOST_LIBRARY,
-        store=store,
-        rank=place.rank,
-        world_size=place.world_size,
-        timeout=limit,
-    )
+        chip.c10d_backend or HOST_LIBRARY, store=store, rank=place.rank,
+        world_size=place.world_size, timeout=limit,
+    )  # fmt: skip
     return place
 
 

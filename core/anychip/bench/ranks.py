@@ -58,21 +58,13 @@ class Ranks:
         self, rank: int, backend: str, module: str, errors: IO[bytes]
     ) -> subprocess.Popen[str]:
         told = {
-            "rank": rank,
-            "world_size": self.world_size,
-            "port": self._store.port,
-            "backend": backend,
-            "module": module,
-            "path": sys.path,
-        }
+            "rank": rank, "world_size": self.world_size, "port": self._store.port,
+            "backend": backend, "module": module, "path": sys.path,
+        }  # fmt: skip
         return subprocess.Popen(
-            [sys.executable, "-m", "anychip.bench.rank", json.dumps(told)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            env=self._variables,
-            text=True,
-        )
+            [sys.executable, "-m", "anychip.bench.rank", json.dumps(told)], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=errors, env=self._variables, text=True,
+        )  # fmt: skip
 
     def __enter__(self) -> Ranks:
         return self

@@ -22,23 +22,17 @@ _NUMEL = 1 << 22
 def cases() -> dict[str, Callable[[SampleMaker], Case]]:
     """By operator."""
     return {
-        "adamw_8bit": _adamw_8bit,
-        "sgd": _sgd,
-        "lion": _lion,
-        "lamb": _lamb,
+        "adamw_8bit": _adamw_8bit, "sgd": _sgd, "lion": _lion, "lamb": _lamb,
         "sums_of_squares": lambda m: Case(
             args=([m.normal(*_SHAPE) for _ in range(_COUNT)],), attrs={}, eager=_squared_norms
         ),
-        "lamb_sums_of_squares": _lamb_sums_of_squares,
-        "clip": _clip,
+        "lamb_sums_of_squares": _lamb_sums_of_squares, "clip": _clip,
         "unscale_and_check": _unscale_and_check,
         "quantize": lambda m: Case(
             args=(m.normal(_NUMEL), None), attrs={"format": "int8", "block": 256}, eager=_quantize
         ),
-        "dequantize": _dequantize,
-        "hadamard": _hadamard,
-        "top_k": _top_k,
-    }
+        "dequantize": _dequantize, "hadamard": _hadamard, "top_k": _top_k,
+    }  # fmt: skip
 
 
 def _rows(x: Tensor, length: int) -> Tensor:
@@ -112,17 +106,9 @@ def _adamw_8bit(m: SampleMaker) -> Case:
 def _sgd(m: SampleMaker) -> Case:
     def eager(params: Any, grads: Any, buffers: Any, *_: Any, **__: Any) -> None:
         torch._fused_sgd_(
-            params,
-            grads,
-            buffers,
-            weight_decay=0.01,
-            momentum=0.9,
-            lr=1e-3,
-            dampening=0.0,
-            nesterov=False,
-            maximize=False,
-            is_first_step=False,
-        )
+            params, grads, buffers, weight_decay=0.01, momentum=0.9, lr=1e-3, dampening=0.0,
+            nesterov=False, maximize=False, is_first_step=False,
+        )  # fmt: skip
 
     attrs = {"momentum": 0.9, "weight_decay": 0.01}
     return Case(args=(*_state(m, 1), m.scalar(1e-3), m.scalar(3.0)), attrs=attrs, eager=eager)

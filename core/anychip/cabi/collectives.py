@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from anychip.cabi.table import Table, interface
 from anychip.contract import (
@@ -216,7 +217,7 @@ class Collectives(Transport):
 
     # What they have in common
 
-    def _takes(self, call: str, tensor: torch.Tensor, reduction: str = "") -> bool:
+    def _takes(self, call: str, tensor: Tensor, reduction: str = "") -> bool:
         if tensor.device.index != self._chip.device:
             raise ValueError(
                 f"{call}: a tensor on device {self._chip.device} expected, which was current when "
@@ -224,7 +225,7 @@ class Collectives(Transport):
             )
         return (call, tensor.dtype, reduction) in self._taken
 
-    def _place(self, tensor: torch.Tensor) -> tuple[int, int]:
+    def _place(self, tensor: Tensor) -> tuple[int, int]:
         """Memory and offset in bytes of a tensor."""
         memory, offset = ctypes.c_uint64(), ctypes.c_int64()
         if tensor.numel():
@@ -234,14 +235,14 @@ class Collectives(Transport):
             assert status == 0, bridge.anychip_bridge_error()
         return memory.value, offset.value
 
-    def _in_one(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def _in_one(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """The tensors, where they are in one memory; else room for them that is."""
         if len({self._place(tensor)[0] for tensor in tensors if tensor.numel()}) <= 1:
             return tensors
         sizes = [tensor.numel() for tensor in tensors]
         return list(tensors[0].new_empty(sum(sizes)).split(sizes))
 
-    def _ends(self, tensors: Sequence[torch.Tensor]) -> tuple[int, Any, Any]:
+    def _ends(self, tensors: Sequence[Tensor]) -> tuple[int, Any, Any]:
         """Memory, offsets and counts."""
         places = [self._place(tensor) for tensor in tensors]
         counts = [tensor.numel() for tensor in tensors]
@@ -250,10 +251,7 @@ class Collectives(Transport):
         return max(m for m, _ in places), new("int64_t[]", offsets), new("uint64_t[]", counts)
 
     def _queue(
-        self,
-        call: CollectiveCall,
-        *calls: Any,
-        copies: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
+        self, call: CollectiveCall, *calls: Any, copies: Sequence[tuple[Tensor, Tensor]] = ()
     ) -> Work:
         """Makes calls of the library on the current stream, and copies behind them.
 
@@ -277,8 +275,7 @@ class Collectives(Transport):
             tensor.view(-1).copy_(part)
         work.mark()
         # Tensors are written past autograd, which has to know that saved values are old.
-        outputs = [t for t in call.outputs if not t.is_inference()]
-        torch.autograd.graph.increment_version(outputs)
+        torch.autograd.graph.increment_version([t for t in call.outputs if not t.is_inference()])
         return work
 
     def refuse_after_abort(self) -> None:

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import accelerator
+from torch import Tensor, accelerator
 from torch.utils import backend_registration
 
 
@@ -107,10 +107,10 @@ class DeviceModule(ModuleType):
     def initial_seed(self) -> int:
         return self.default_generators[self.current_device()].initial_seed()
 
-    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+    def get_rng_state(self, device: Any = None) -> Tensor:
         return self.default_generators[self._index(device)].get_state()
 
-    def set_rng_state(self, new_state: torch.Tensor, device: Any = None) -> None:
+    def set_rng_state(self, new_state: Tensor, device: Any = None) -> None:
         self.default_generators[self._index(device)].set_state(new_state)
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:

@@ -54,8 +54,7 @@ def listed_as(name: str) -> str | None:
         return None
     base, _, overload = name.removeprefix("aten::").partition(".")
     packet: Any = getattr(torch.ops.aten, base)
-    called = getattr(packet, overload or "default")._schema
-    wanted = _inputs(called)
+    wanted = _inputs(getattr(packet, overload or "default")._schema)
     for candidate in (base, base.removesuffix("_")):
         of: Any = getattr(torch.ops.aten, candidate, None)
         for form in of.overloads() if of is not None else ():

@@ -105,8 +105,7 @@ def come(store: Store, former_rank: int | None, meeting: Meeting, timeout_s: flo
     except RuntimeError as error:
         raise CommunicationError(where, "the store cannot be reached any more") from error
     if not found.is_closed:
-        came = len(found.members) + 1
-        text = f"{came} came to generation {generation} within {timeout_s:g} s"
+        text = f"{len(found.members) + 1} came to generation {generation} within {timeout_s:g} s"
         if former is None:
             text += "; this process was not in the one before, whose ranks decide when to meet"
         raise CommunicationError(where, text)

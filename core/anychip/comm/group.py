@@ -164,8 +164,7 @@ class Group(Communicator):
         self._start("barrier", (), self._call(CollectiveCall("barrier"), ""), False)
 
     def split(self, groups: Sequence[Sequence[int]], *, name: str) -> Communicator:
-        members = sorted(rank for group in groups for rank in group)
-        if members != list(range(self.world_size)):
+        if sorted(rank for group in groups for rank in group) != list(range(self.world_size)):
             raise ValueError(
                 f"{self}.split: groups that hold each rank from 0 to {self.world_size - 1} once "
                 f"expected, got {[list(group) for group in groups]}"
@@ -302,8 +301,7 @@ class Group(Communicator):
         if not (self.is_closed or self.job.has_ended):
             return
         if self.is_closed and not self.job.has_failed:
-            text = "this rank has closed the communicator"
-            raise CommunicationError(self._where(call()), text)
+            raise CommunicationError(self._where(call()), "this rank has closed the communicator")
         self.job.refuse_after_failure(lambda: self._where(call()))
 
     def _without_store(self, call: str, error: RuntimeError) -> CommunicationError:

@@ -21,6 +21,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from anychip.comm.messages import Messages, copy, cut, even_sizes, flatten
 from anychip.comm.progress import Steps
@@ -195,14 +196,14 @@ class Hierarchical(Messages):
         return not self._here_size & (self._here_size - 1)
 
     def _of_hosts(
-        self, flat: torch.Tensor, call: CollectiveCall
-    ) -> Iterator[tuple[torch.Tensor, Sequence[int]]]:
+        self, flat: Tensor, call: CollectiveCall
+    ) -> Iterator[tuple[Tensor, Sequence[int]]]:
         """The values of the ranks of each host, and how many each of them has."""
         size, ends = self._here_size, [0, *accumulate(call.sizes)]
         for first in range(0, len(call.sizes), size):
             yield flat[ends[first] : ends[first + size]], call.sizes[first : first + size]
 
-    def _divide(self, flat: torch.Tensor, reduction: Reduction) -> None:
+    def _divide(self, flat: Tensor, reduction: Reduction) -> None:
         if reduction == "avg":
             with torch.no_grad():
                 flat.div_(self._size)
@@ -220,7 +221,7 @@ class Hierarchical(Messages):
             raise
 
 
-def _widened(flat: torch.Tensor) -> torch.Tensor:
+def _widened(flat: Tensor) -> Tensor:
     """16-bit floats in float32, in which they are summed; others as they are."""
     return flat.float() if flat.dtype.is_floating_point and flat.itemsize < 4 else flat
 
@@ -232,8 +233,8 @@ def _joined(reduction: Reduction) -> Reduction:
 
 def _part(
     call: CollectiveCall,
-    inputs: Sequence[torch.Tensor],
-    output: torch.Tensor,
+    inputs: Sequence[Tensor],
+    output: Tensor,
     reduction: Reduction = "sum",
     sizes: Sequence[int] = (),
 ) -> CollectiveCall:

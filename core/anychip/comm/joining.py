@@ -90,8 +90,7 @@ def rendezvous(
         store = _store(place, address, timedelta(seconds=timeout_s))
     if place.rank == 0:
         _warn(address, secret)
-    side_channel = partial(Liveness, address=address, secret=secret)
-    ways = (side_channel, flight_record, host_transport)
+    ways = (partial(Liveness, address=address, secret=secret), flight_record, host_transport)
     return Rendezvous(store, place.rank, place.world_size, address, *ways)
 
 
@@ -161,14 +160,9 @@ def _listening_store(address: str, port: int, timeout: timedelta) -> TCPStore:
     listener = socket.create_server((address, port), family=family, backlog=1024)
     # torch listens at all addresses unless it is given a socket, which is its own from here on.
     return TCPStore(
-        address,
-        listener.getsockname()[1],
-        None,
-        True,
-        timeout,
-        wait_for_workers=False,
+        address, listener.getsockname()[1], None, True, timeout, wait_for_workers=False,
         master_listen_fd=listener.detach(),
-    )
+    )  # fmt: skip
 
 
 def _place_of(store: Any) -> tuple[str, int]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from anychip.comm.store import part_of
 from anychip.contract import (
@@ -132,8 +133,7 @@ class Library(Transport):
         work = _all_gather(room, padded, group=self._process_group, async_op=True)
 
         def finish() -> None:
-            rows = room.split(largest)
-            parts = [row[:size] for row, size in zip(rows, call.sizes, strict=True)]
+            parts = [row[:size] for row, size in zip(room.split(largest), call.sizes, strict=True)]
             output.view(-1).copy_(torch.cat(parts))
 
         return _Queued([work], finish)
@@ -223,7 +223,7 @@ class Library(Transport):
         if self._made_default:
             dist.destroy_process_group()
 
-    def _divide(self, tensor: torch.Tensor, reduction: Reduction) -> None:
+    def _divide(self, tensor: Tensor, reduction: Reduction) -> None:
         if reduction == "avg":
             tensor.div_(self._size)
 

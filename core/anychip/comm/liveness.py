@@ -180,8 +180,7 @@ class Liveness:
             left = max(0.1, deadline - time.monotonic())
             try:
                 port, _, host = place.decode().partition(" ")
-                end = socket.create_connection((host, int(port)), timeout=left)
-                self._greet(end, host)
+                self._greet(socket.create_connection((host, int(port)), timeout=left), host)
                 return
             except (OSError, ValueError) as error:
                 problem = error

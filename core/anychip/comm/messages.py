@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from anychip.comm.progress import Driven, Message, Progress, Steps, StepwiseCall
 from anychip.comm.reduction import host_capabilities, reduce_pairwise
@@ -75,11 +76,11 @@ class Messages(Transport):
         # Everybody begins with another one, so that nobody gets all first messages.
         self._peers = [(self._rank + i) % self._size for i in range(1, self._size)]
         self._progress: Progress | None = None
-        self._kept: list[torch.Tensor] = []
+        self._kept: list[Tensor] = []
         self.description = connections.description
 
     @cached_property
-    def _bytes(self) -> list[torch.Tensor]:
+    def _bytes(self) -> list[Tensor]:
         """What barriers send: it is never looked at."""
         return list(torch.zeros(self._size, dtype=torch.uint8).split(1))
 
@@ -95,7 +96,7 @@ class Messages(Transport):
         flat = flatten(call.outputs[0])
         return self._begin(lambda tag: self.reduce_steps(flat, call.reduction, tag), call)
 
-    def reduce_steps(self, flat: torch.Tensor, reduction: Reduction, tag: int) -> Steps:
+    def reduce_steps(self, flat: Tensor, reduction: Reduction, tag: int) -> Steps:
         """``flat`` becomes the reduction of the ranks' own."""
         rank = self._rank
         if flat.nbytes <= (PAIR_NBYTES if self._size == 2 else SMALL_NBYTES):
@@ -129,7 +130,7 @@ class Messages(Transport):
         (flat,) = map(flatten, call.inputs or call.outputs)
         return self._begin(lambda tag: self.broadcast_steps(flat, call.source, tag), call)
 
-    def broadcast_steps(self, flat: torch.Tensor, source: int, tag: int) -> Steps:
+    def broadcast_steps(self, flat: Tensor, source: int, tag: int) -> Steps:
         """``flat`` becomes that of the source."""
         size, rank = self._size, self._rank
         distance = (rank - source) % size
@@ -211,11 +212,11 @@ class Messages(Transport):
     def _tag(self, kind: int, value: int) -> int:
         return (self._group.number * 2 + kind) * _TAGS + value
 
-    def _part_tag(self, call: CollectiveCall, part: torch.Tensor) -> int:
+    def _part_tag(self, call: CollectiveCall, part: Tensor) -> int:
         """In the half of the messages' tags that the caller's do not use."""
         return self._tag(1, self.num_tags + (call.tag + 40503 * part.numel()) % self.num_tags)
 
-    def _compare_sizes(self, heard: Iterable[tuple[int, int]], parts: list[torch.Tensor]) -> None:
+    def _compare_sizes(self, heard: Iterable[tuple[int, int]], parts: list[Tensor]) -> None:
         ranks = self._group.ranks
         for peer, numel in heard:
             if numel != parts[peer].numel():
@@ -228,13 +229,7 @@ class Messages(Transport):
     # What posts and does not wait: it returns messages, or steps that yield them.
 
     def reduce_parts(
-        self,
-        output: torch.Tensor,
-        parts: list[torch.Tensor],
-        reduction: Reduction,
-        tag: int,
-        *,
-        spread: bool,
+        self, output: Tensor, parts: list[Tensor], reduction: Reduction, tag: int, *, spread: bool
     ) -> Steps:
         """``output`` becomes the reduction of the ranks' ``parts[rank]``, piece by piece.
 
@@ -275,13 +270,7 @@ class Messages(Transport):
         yield posted
 
     def _reduce_at_once(
-        self,
-        output: torch.Tensor,
-        parts: list[torch.Tensor],
-        reduction: Reduction,
-        tag: int,
-        *,
-        spread: bool,
+        self, output: Tensor, parts: list[Tensor], reduction: Reduction, tag: int, *, spread: bool
     ) -> Steps:
         """The same of parts that are one piece each."""
         own = parts[self._rank]
@@ -297,13 +286,11 @@ class Messages(Transport):
             yield self._send([(output, peer) for peer in self._peers], tag + 1) + back
 
     def _receive_piece(
-        self, room: list[torch.Tensor], piece: torch.Tensor, tag: int
+        self, room: list[Tensor], piece: Tensor, tag: int
     ) -> list[tuple[int, Message]]:
         return self._receive([(room[peer][: piece.numel()], peer) for peer in self._peers], tag)
 
-    def _rooms(
-        self, like: torch.Tensor, numel: int, count: int
-    ) -> tuple[torch.Tensor, list[list[torch.Tensor]]]:
+    def _rooms(self, like: Tensor, numel: int, count: int) -> tuple[Tensor, list[list[Tensor]]]:
         """Memory for what comes from the other ranks; this rank's places are empty.
 
         It is the last call's where that is large enough: fresh memory costs the kernel more time
@@ -327,17 +314,17 @@ class Messages(Transport):
             room.insert(self._rank, empty)
         return whole, rooms
 
-    def _keep(self, room: torch.Tensor) -> None:
+    def _keep(self, room: Tensor) -> None:
         """Takes memory back that nothing is received into any more."""
         if room.nbytes <= KEPT_NBYTES and not self._kept:
             self._kept.append(room)
 
-    def gather(self, parts: list[torch.Tensor], tag: int) -> list[tuple[int, Message]]:
+    def gather(self, parts: list[Tensor], tag: int) -> list[tuple[int, Message]]:
         """Posts: this rank's part goes to everybody, theirs come to their places."""
         return self._swap(parts, [parts[self._rank]] * self._size, tag)
 
     def _swap(
-        self, incoming: list[torch.Tensor], outgoing: list[torch.Tensor], tag: int
+        self, incoming: list[Tensor], outgoing: list[Tensor], tag: int
     ) -> list[tuple[int, Message]]:
         """Posts: ``outgoing[r]`` to each other rank r, ``incoming[r]`` from it."""
         received = self._receive([(incoming[peer], peer) for peer in self._peers], tag)
@@ -345,27 +332,25 @@ class Messages(Transport):
         return self._send([(outgoing[peer], peer) for peer in self._peers], tag) + received
 
     def _receive(
-        self, messages: Iterable[tuple[torch.Tensor, int]], tag: int
+        self, messages: Iterable[tuple[Tensor, int]], tag: int
     ) -> list[tuple[int, Message]]:
         move = self._connections.recv
         return [(p, move([t], self._group.ranks[p], tag)) for t, p in messages if t.numel()]
 
-    def _send(
-        self, messages: Iterable[tuple[torch.Tensor, int]], tag: int
-    ) -> list[tuple[int, Message]]:
+    def _send(self, messages: Iterable[tuple[Tensor, int]], tag: int) -> list[tuple[int, Message]]:
         move = self._connections.send
         return [(p, move([t], self._group.ranks[p], tag)) for t, p in messages if t.numel()]
 
 
-def flatten(tensor: torch.Tensor) -> torch.Tensor:
+def flatten(tensor: Tensor) -> Tensor:
     return tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().view(-1)
 
 
-def cut(tensor: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+def cut(tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     return list(flatten(tensor).split_with_sizes(list(sizes)))
 
 
-def copy(output: torch.Tensor, tensor: torch.Tensor) -> None:
+def copy(output: Tensor, tensor: Tensor) -> None:
     if output.data_ptr() != tensor.data_ptr():
         output.copy_(tensor)
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from anychip.contract import (
     HOST,
@@ -41,7 +42,7 @@ _REDUCTIONS: dict[Reduction, Any] = {
 _ProcessGroup: Any = dist.ProcessGroup
 _TorchWork: Any = dist._Work  # type: ignore[attr-defined]
 _chips: dict[str, Backend] = {}
-_Copy = tuple[torch.Tensor, torch.Tensor]
+_Copy = tuple[Tensor, Tensor]
 """Where a copy goes, and what is copied."""
 
 
@@ -51,8 +52,7 @@ def register(chip: Backend) -> None:
     if chip.c10d_backend is not None or (name in known and name not in _chips):
         return
     if name not in _chips:
-        devices = [HOST, name]
-        dist.Backend.register_backend(name, _create(name), extended_api=True, devices=devices)
+        dist.Backend.register_backend(name, _create(name), extended_api=True, devices=[HOST, name])
     _chips[name] = chip
 
 
@@ -73,8 +73,7 @@ def _create(name: str) -> Callable[[Any, Any], OverCommunicators]:
                 f"has the communicator of rank {world.rank} of {world.world_size}"
             )
         own = world if place is not None else world.part(ranks, name=key, key=key)
-        host = world.part(ranks, name=key, key=f"{key}/host", on_host=True)
-        return OverCommunicators(own, host)
+        return OverCommunicators(own, world.part(ranks, name=key, key=f"{key}/host", on_host=True))
 
     return create
 
@@ -152,8 +151,7 @@ class OverCommunicators(_ProcessGroup):  # type: ignore[misc]
 
     def broadcast(self, tensors: Any, opts: Any = None) -> _Calls:
         tensors, root = _list(tensors), 0 if opts is None else opts.rootRank
-        works = [self._of(t).broadcast(t, root, async_op=True) for t in tensors]
-        return self._made(works, tensors)
+        return self._made([self._of(t).broadcast(t, root, async_op=True) for t in tensors], tensors)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> _Calls:
         """Lists of one tensor per rank, whose sizes may differ."""
@@ -176,8 +174,7 @@ class OverCommunicators(_ProcessGroup):  # type: ignore[misc]
         works = []
         for output, parts in zip(_list(outputs), inputs, strict=True):
             whole = torch.cat([part.reshape(-1) for part in parts])
-            sizes = [part.numel() for part in parts]
-            works.append(self._scatter(output, whole, opts, sizes))
+            works.append(self._scatter(output, whole, opts, [part.numel() for part in parts]))
         return self._made(works, _list(outputs))
 
     def _reduce_scatter_base(self, output: Any, tensor: Any, opts: Any = None) -> _Calls:
@@ -198,8 +195,7 @@ class OverCommunicators(_ProcessGroup):  # type: ignore[misc]
         size = self.getSize()
         rooms = output.split(list(taken or [len(output) // size] * size))
         parts = tensor.contiguous().split(list(given or [len(tensor) // size] * size))
-        work = self._of(output).all_to_all(rooms, parts, async_op=True)
-        return self._made([work], [output])
+        return self._made([self._of(output).all_to_all(rooms, parts, async_op=True)], [output])
 
     def send(self, tensors: Any, destination: int, tag: int = 0) -> _Calls:
         sent = [Transfer("send", t.contiguous(), destination, tag) for t in _list(tensors)]
@@ -227,20 +223,17 @@ class OverCommunicators(_ProcessGroup):  # type: ignore[misc]
 
     # What they have in common
 
-    def _of(self, tensor: torch.Tensor) -> Communicator:
+    def _of(self, tensor: Tensor) -> Communicator:
         found = self._comms.get(tensor.device.type)
         if found is None:
             expected = " and ".join(self._comms)
             raise ValueError(f"tensors on {expected} expected, got one on {tensor.device}")
         return found
 
-    def _gather(self, output: torch.Tensor, tensor: torch.Tensor, sizes: Any = None) -> Work:
-        call = self._of(tensor).all_gather
-        return call(output, tensor.contiguous(), sizes=sizes, async_op=True)
+    def _gather(self, output: Tensor, tensor: Tensor, sizes: Any = None) -> Work:
+        return self._of(tensor).all_gather(output, tensor.contiguous(), sizes=sizes, async_op=True)
 
-    def _scatter(
-        self, output: torch.Tensor, tensor: torch.Tensor, opts: Any, sizes: Any = None
-    ) -> Work:
+    def _scatter(self, output: Tensor, tensor: Tensor, opts: Any, sizes: Any = None) -> Work:
         call, reduction = self._of(tensor).reduce_scatter, _reduction(opts)
         return call(output, tensor.contiguous(), reduction, sizes=sizes, async_op=True)
 
@@ -303,7 +296,7 @@ class _Calls(_TorchWork):  # type: ignore[misc]
 
 
 def _list(tensors: Any) -> Any:
-    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
 def _reduction(opts: Any) -> Reduction:

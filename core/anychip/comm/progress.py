@@ -15,6 +15,7 @@ from datetime import timedelta
 from typing import Literal, Protocol
 
 import torch
+from torch import Tensor
 
 from anychip.contract import TransportError, Work
 
@@ -42,7 +43,7 @@ class Driven(Work, ABC):
         outputs: tensors that it writes.
     """
 
-    def __init__(self, outputs: Sequence[torch.Tensor], timeout_s: float) -> None:
+    def __init__(self, outputs: Sequence[Tensor], timeout_s: float) -> None:
         self._outputs, self._deadline = outputs, time.monotonic() + timeout_s
         self._error: Exception | None = None
         self._finished, self._lock = False, threading.Lock()
@@ -85,7 +86,7 @@ class StepwiseCall(Driven):
         outputs: tensors that the steps write.
     """
 
-    def __init__(self, steps: Steps, outputs: Sequence[torch.Tensor], timeout_s: float) -> None:
+    def __init__(self, steps: Steps, outputs: Sequence[Tensor], timeout_s: float) -> None:
         super().__init__(outputs, timeout_s)
         self._steps = steps
         self._posted: list[tuple[int, Message]] | None = next(steps, None)

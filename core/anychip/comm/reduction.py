@@ -66,10 +66,7 @@ def _join(
         odd = level[len(level) // 2 * 2 :]
         level = [*(join(one, other) for one, other in pairs), *odd]
     # The output may be a part that is still to come: it is written at the end.
-    if len(level) == 2:
-        joined = join(*level, out=None if narrow else output)
-    else:
-        joined = level[0]
+    joined = join(*level, out=None if narrow else output) if len(level) == 2 else level[0]
     if divisor > 1:
         joined = joined.div_(divisor)
     if joined is not output:

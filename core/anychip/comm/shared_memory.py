@@ -18,6 +18,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from anychip.comm import native
 from anychip.comm.messages import GROUPS, Messages
@@ -34,13 +35,9 @@ _REDUCTIONS = {reduction: code for code, reduction in enumerate(REDUCTIONS)}
 _TURN = (c_void_p, c_uint64, c_uint32, c_double)
 """What every collective begins with: group, ticket, tag, seconds."""
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
-    "nbytes": (c_int64, c_int, c_int),
-    "new": (c_void_p, c_int, c_int, c_int),
-    "group": (c_void_p, c_void_p, c_int, c_void_p, c_int, c_int),
-    "abort": (None, c_void_p),
-    "close": (None, c_void_p),
-    "free": (None, c_void_p),
-    "barrier": (c_int64, *_TURN),
+    "nbytes": (c_int64, c_int, c_int), "new": (c_void_p, c_int, c_int, c_int),
+    "group": (c_void_p, c_void_p, c_int, c_void_p, c_int, c_int), "abort": (None, c_void_p),
+    "close": (None, c_void_p), "free": (None, c_void_p), "barrier": (c_int64, *_TURN),
     "all_reduce": (c_int64, *_TURN, c_void_p, c_int64, c_int, c_int, c_int),
     "reduce_scatter": (c_int64, *_TURN, c_void_p, c_void_p, c_void_p, c_int, c_int, c_int),
     "all_gather": (c_int64, *_TURN, c_void_p, c_void_p, c_void_p),
@@ -48,7 +45,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "all_to_all": (c_int64, *_TURN, *[c_void_p] * 5),
     "post": (c_void_p, c_void_p, c_int, c_int, c_uint32, c_void_p, c_int64),
     "wait": (c_int, c_void_p, c_void_p, c_double),
-}
+}  # fmt: skip
 
 
 @cache
@@ -89,10 +86,10 @@ class SharedMemory:
         if self.handle is None:
             raise OSError(f"no room for {nbytes(len(ranks))} bytes in this process's addresses")
 
-    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> _Message:
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> _Message:
         return _Message(self, tensors[0], peer, tag, is_send=True)
 
-    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> _Message:
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> _Message:
         return _Message(self, tensors[0], peer, tag, is_send=False)
 
     def transport(self, group: Membership, timeout_s: float) -> SharedCollectives:
@@ -130,7 +127,7 @@ class _Message:
     """One end of a message under way."""
 
     def __init__(
-        self, memory: SharedMemory, tensor: torch.Tensor, peer: int, tag: int, *, is_send: bool
+        self, memory: SharedMemory, tensor: Tensor, peer: int, tag: int, *, is_send: bool
     ) -> None:
         self._memory, self._tensor = memory, tensor
         self._handle = memory.library.post(

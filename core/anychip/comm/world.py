@@ -137,8 +137,7 @@ def transport_of(chip: Backend, job: Job) -> Transport:
     """
     kinds = part_of(job.store, "device types")
     kinds.set(str(job.rank), chip.device_type)
-    found_kinds = kinds.multi_get([str(rank) for rank in range(job.world_size)])
-    if len({*found_kinds}) > 1:
+    if len({*kinds.multi_get([str(rank) for rank in range(job.world_size)])}) > 1:
         host = job.host(job.world)
         return host if chip.is_host else Staged(host, chip.device_type)
     for way in TABLE:

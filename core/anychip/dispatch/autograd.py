@@ -121,8 +121,7 @@ class Gradient:
         plans = selection.current.plans
         choice = plans.get((pair, key))
         if choice is None:
-            device = next(a.device.type for a in args if a is not None)
-            owners = selection.providers_for(device)
+            owners = selection.providers_for(next(a.device.type for a in args if a is not None))
             owner = next((p for p in owners if pair in tuple(p.table)), REFERENCE)
             row = replace(pair, direction="backward", function=pair.paired.backward)
             choice = plans[pair, key] = Choice.of(self.spec, row, owner)
@@ -203,8 +202,7 @@ class Gradient:
         if self.spec.restore is not None:
             found = self.spec.restore(*(named[n] for n in self.given), **attrs)
             return zip(self._lost, self.signature.results(found), strict=True)
-        args = (named[n] for n in self.signature.positional)
-        found = self.spec.forward(*args, **attrs)
+        found = self.spec.forward(*(named[n] for n in self.signature.positional), **attrs)
         return zip(self.results, self.signature.results(found), strict=True)
 
 

@@ -33,22 +33,15 @@ def describe(spec: OperatorSpec) -> dict[str, Any]:
     for name in signature.positional:
         dtypes.setdefault(" or ".join(spec.dtypes_of(name)), []).append(name)
     return {
-        "name": spec.name,
-        "namespace": spec.namespace,
-        "signature": spec.signature,
-        "equation": spec.equation,
-        "source": spec.source,
-        "outputs": _numbered("y", count),
+        "name": spec.name, "namespace": spec.namespace, "signature": spec.signature,
+        "equation": spec.equation, "source": spec.source, "outputs": _numbered("y", count),
         "residuals": [f"{r.name} ({r.dtype}, {r.shape})" for r in spec.residuals],
-        "writes": [signature.positional[i] for i in signature.written],
-        "backward": backward,
-        "sizes": sorted(size_names(spec)),
-        "dtypes": dtypes,
-        "autocast": spec.autocast,
+        "writes": [signature.positional[i] for i in signature.written], "backward": backward,
+        "sizes": sorted(size_names(spec)), "dtypes": dtypes, "autocast": spec.autocast,
         "determinism": spec.determinism,
         "bound": {"forward": spec.bound.forward, "backward": spec.bound.backward},
         "stub": stub(spec),
-    }
+    }  # fmt: skip
 
 
 def stub(spec: OperatorSpec) -> str:

@@ -15,12 +15,9 @@ from anychip.dispatch.resolution import Choice, Plan, Situation, TensorFact, res
 
 _deterministic = torch._C._get_deterministic_algorithms
 GUARDS = (
-    torch._C._len_torch_dispatch_stack,
-    torch._C._len_torch_function_stack,
-    _functorch_level,
-    torch._C._is_any_autocast_enabled,
-    torch._C._is_tracing,
-)
+    torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack, _functorch_level,
+    torch._C._is_any_autocast_enabled, torch._C._is_tracing,
+)  # fmt: skip
 """What is asked whether a mode, transform, autocast or tracer is active."""
 
 ALIGNMENT = 64
@@ -163,13 +160,9 @@ class Kernel:
                 facts.append(_fact(name, tensors))
                 grad = grad or any(t.requires_grad for t in tensors)
         return Situation(
-            spec=self.spec,
-            direction=self.direction,
-            facts=tuple(facts),
-            deterministic=_deterministic(),
-            needs_grad=grad,
-            pairs=self.pairs,
-        )
+            spec=self.spec, direction=self.direction, facts=tuple(facts),
+            deterministic=_deterministic(), needs_grad=grad, pairs=self.pairs,
+        )  # fmt: skip
 
     def run(self, args: Sequence[Any], attrs: Mapping[str, Any]) -> Any:
         """Runs the row for tensors that the dispatcher has taken modes and wrappers off."""

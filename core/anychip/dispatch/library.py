@@ -63,8 +63,7 @@ def define(operator: Operator) -> None:
     if operator.gradient is None:
         library.impl(spec.name, _plain_kernel(operator), "CompositeExplicitAutograd")
         library.impl(spec.name, _without_gradient(operator), "Autograd")
-        name = f"{spec.namespace}::{spec.name}"
-        torch.library.register_fake(name, _fake(operator), lib=library)
+        torch.library.register_fake(f"{spec.namespace}::{spec.name}", _fake(operator), lib=library)
         _remember(spec, spec.name)
         return
     composite = _composite(operator)
@@ -127,8 +126,7 @@ def run_written(
 
 def _refuse_devices(operator: Operator, args: Sequence[Any]) -> None:
     """A tensor without data among tensors with data would otherwise give results without values."""
-    tensors = tensors_of(args, range(len(args)))
-    if len({t.device for t in tensors}) > 1:
+    if len({t.device for t in tensors_of(args, range(len(args)))}) > 1:
         operator.kernel.plan((operator, "devices"), args)  # raises, and names the arguments
 
 

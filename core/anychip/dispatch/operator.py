@@ -45,12 +45,9 @@ class Operator(native.ShortCut, Generic[P, R]):
                 spec, self.signature, self._backward_door, self._pair_backward_door
             )
         self.kernel = Kernel(
-            spec,
-            "forward",
-            self.signature.positional,
-            pairs=True,
+            spec, "forward", self.signature.positional, pairs=True,
             check_kinds=self.signature.check_kinds,
-        )
+        )  # fmt: skip
         self.pairs: dict[Row, str] = {}
         self._arity = len(self.signature.positional)
         self._attrs = dict(self.signature.attrs)

@@ -51,8 +51,7 @@ class Situation:
     @property
     def device_type(self) -> str:
         """The one device type of the call; the host for a call without tensors."""
-        types = {d.type for fact in self.facts for d in fact.devices}
-        return next(iter(types), HOST)
+        return next(iter({d.type for fact in self.facts for d in fact.devices}), HOST)
 
 
 class Refusal(NamedTuple):
@@ -367,8 +366,7 @@ def untaken(
 
 def _check_facts(situation: Situation) -> None:
     spec = situation.spec
-    devices = {d for fact in situation.facts for d in fact.devices}
-    if len(devices) > 1:
+    if len({d for fact in situation.facts for d in fact.devices}) > 1:
         listed = ", ".join(f"{f.name} on {_names(f.devices)}" for f in situation.facts)
         raise ValueError(f"{spec.name}: all tensors must be on one device, got {listed}")
     arguments, _ = _positional(spec)

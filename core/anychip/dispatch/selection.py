@@ -102,8 +102,7 @@ def _change(providers: Mapping[str, tuple[Provider, ...]], policy: Policy) -> No
     if providers is not current.providers:
         _labels.clear()
     pins, forbidden = frozenset(policy.pin.items()), frozenset(policy.forbid.items())
-    key = (policy.fallback, pins, forbidden)
-    label = _labels.setdefault(key, f"epoch {next(_epochs)}")
+    label = _labels.setdefault((policy.fallback, pins, forbidden), f"epoch {next(_epochs)}")
     current = replace(current, label=label, plans={}, providers=providers, policy=policy)
 
 

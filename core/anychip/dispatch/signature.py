@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from anychip.contract import ContractError, OperatorSpec
 from anychip.dispatch.indexes import Index, indexes_of
@@ -70,8 +71,7 @@ class Signature:
                     "keyword-only, after '*' in the signature"
                 )
         return cls(
-            name=spec.name,
-            positional=tuple(a.name for a in tensors),
+            name=spec.name, positional=tuple(a.name for a in tensors),
             defaults={a.name: a.default_value for a in tensors if a.has_default_value()},
             attrs={a.name: a.default_value for a in attributes if a.has_default_value()},
             required_attrs=tuple(a.name for a in attributes if not a.has_default_value()),
@@ -85,7 +85,7 @@ class Signature:
             optional=tuple(text.endswith("?") for text in types),
             indexes=indexes_of(spec, [a.name for a in tensors]),
             attr_types={a.name: _USUAL.get(_type_text(a).rstrip("?")) for a in attributes},
-        )
+        )  # fmt: skip
 
     def bind(self, args: Args, kwargs: Mapping[str, Any]) -> tuple[Args, Attrs]:
         """Positional arguments in the schema's order, and every attribute.
@@ -179,12 +179,11 @@ class Signature:
         """What a row returned, as a sequence: outputs, then residuals."""
         if value is None:
             return ()
-        return (value,) if isinstance(value, torch.Tensor) else value
+        return (value,) if isinstance(value, Tensor) else value
 
 
 def _as_arguments(name: str, value: Any) -> dict[str, Any]:
-    stands_for_several = hasattr(type(value), "as_arguments")
-    return value.as_arguments(name) if stands_for_several else {name: value}
+    return value.as_arguments(name) if hasattr(type(value), "as_arguments") else {name: value}
 
 
 _USUAL: Mapping[str, type] = {
@@ -192,12 +191,9 @@ _USUAL: Mapping[str, type] = {
 }  # fmt: skip
 # Less than torch.library takes, which converts: a bool is no number here, and a tensor is not read.
 _ACCEPTED: Mapping[str, tuple[type, ...]] = {
-    "float": (numbers.Real, torch.SymFloat, torch.SymInt),
-    "int": (numbers.Integral, torch.SymInt),
-    "bool": (bool, torch.SymBool),
-    "str": (str,),
-    "ScalarType": (torch.dtype,),
-}
+    "float": (numbers.Real, torch.SymFloat, torch.SymInt), "int": (numbers.Integral, torch.SymInt),
+    "bool": (bool, torch.SymBool), "str": (str,), "ScalarType": (torch.dtype,),
+}  # fmt: skip
 
 
 def _is_of(value: Any, kind: str) -> bool:
@@ -230,12 +226,12 @@ def _kind_text(kind: str) -> str:
 
 
 def _is_tensor(arg: Any) -> bool:
-    return isinstance(arg, torch.Tensor) or _is_traced(arg)
+    return isinstance(arg, Tensor) or _is_traced(arg)
 
 
 def _is_traced(arg: Any) -> bool:
     """What stands for a value while a function is traced: it has torch's protocol, not the type."""
-    return hasattr(type(arg), "__torch_function__") and not isinstance(arg, torch.Tensor)
+    return hasattr(type(arg), "__torch_function__") and not isinstance(arg, Tensor)
 
 
 def _type_text(argument: Any) -> str:

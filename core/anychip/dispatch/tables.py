@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from anychip.contract import HOST, OperatorSpec, OperatorTable, Row, SampleMaker
 from anychip.dispatch.operator import check_names, registered
@@ -124,8 +125,8 @@ def _promised(function: Callable[..., Any]) -> int | None:
         kind = typing.get_type_hints(function).get("return", Any)
     except Exception:  # names that exist for type checkers only, and whatever else stands there
         return None
-    if kind in (torch.Tensor, type(None)):
-        return int(kind is torch.Tensor)
+    if kind in (Tensor, type(None)):
+        return int(kind is Tensor)
     parts = typing.get_args(kind)
     is_fixed = typing.get_origin(kind) is tuple and Ellipsis not in parts
     return len(parts) if is_fixed else None

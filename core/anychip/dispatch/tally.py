@@ -111,8 +111,7 @@ class Provenance:
         return {"schema": 1, "operators": operators, "refused": refused, "torch": torch}
 
     def __str__(self) -> str:
-        summary = torch_summary([row._asdict() for row in self._torch])
-        return "\n".join([self._table(), *summary])
+        return "\n".join([self._table(), *torch_summary([row._asdict() for row in self._torch])])
 
     def _table(self) -> str:
         if not self._rows:

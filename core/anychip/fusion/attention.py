@@ -52,8 +52,7 @@ def _for_transformers(
         return f"argument {', '.join(told)}"
     wanted = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = bool(wanted) and attention_mask is None and query.shape[2] > 1
-    qkv = query, key, value
-    made = _attention(*qkv, attention_mask, dropout, causal, scaling, pads=True)
+    made = _attention(query, key, value, attention_mask, dropout, causal, scaling, pads=True)
     if not isinstance(made, str):
         return made.transpose(1, 2), None
     window = rest.get("sliding_window")

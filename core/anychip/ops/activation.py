@@ -14,7 +14,6 @@ def gelu(x: Tensor, *, approximate: Literal["none", "tanh"] = "none") -> Tensor:
 
     Source: Hendrycks and Gimpel 2016, arXiv:1606.08415.
     """
-    raise NotImplementedError
 
 
 @operator(operators.silu)
@@ -23,13 +22,11 @@ def silu(x: Tensor) -> Tensor:
 
     Source: Elfwing, Uchibe and Doya 2017, arXiv:1702.03118.
     """
-    raise NotImplementedError
 
 
 @operator(operators.relu)
 def relu(x: Tensor) -> Tensor:
     """``max(x, 0)``; NaN stays NaN, and the gradient at 0 is 0."""
-    raise NotImplementedError
 
 
 @operator(operators.relu2)
@@ -38,19 +35,16 @@ def relu2(x: Tensor) -> Tensor:
 
     Source: So et al. 2021, arXiv:2109.08668.
     """
-    raise NotImplementedError
 
 
 @operator(operators.sigmoid)
 def sigmoid(x: Tensor) -> Tensor:
     """``1 / (1 + exp(-x))``."""
-    raise NotImplementedError
 
 
 @operator(operators.tanh)
 def tanh(x: Tensor) -> Tensor:
     """The hyperbolic tangent."""
-    raise NotImplementedError
 
 
 @operator(operators.softplus)
@@ -60,7 +54,6 @@ def softplus(x: Tensor, *, beta: float = 1.0, threshold: float = 20.0) -> Tensor
     Args:
         beta: above 0.
     """
-    raise NotImplementedError
 
 
 @operator(operators.bias_gelu)
@@ -73,7 +66,6 @@ def bias_gelu(x: Tensor, bias: Tensor, *, approximate: Literal["none", "tanh"] =
 
     Source: Hendrycks and Gimpel 2016, arXiv:1606.08415.
     """
-    raise NotImplementedError
 
 
 @operator(operators.swiglu)
@@ -82,7 +74,6 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
     Source: Shazeer 2020, arXiv:2002.05202.
     """
-    raise NotImplementedError
 
 
 @operator(operators.geglu)
@@ -91,7 +82,6 @@ def geglu(gate: Tensor, up: Tensor, *, approximate: Literal["none", "tanh"] = "n
 
     Source: Shazeer 2020, arXiv:2002.05202.
     """
-    raise NotImplementedError
 
 
 @operator(operators.dropout)
@@ -121,7 +111,6 @@ def dropout(
         width: of the whole's rows, at least ``column + x.shape[-1]``; 0 without rows.
         column: of the whole, at which x begins.
     """
-    raise NotImplementedError
 
 
 @operator(operators.bias_dropout_add)
@@ -147,4 +136,3 @@ def bias_dropout_add(
 
     Source: Vaswani et al. 2017, arXiv:1706.03762, section 5.4.
     """
-    raise NotImplementedError

@@ -39,7 +39,6 @@ def rope(
 
     Source: Su et al. 2021, arXiv:2104.09864.
     """
-    raise NotImplementedError
 
 
 @operator(operators.softmax)
@@ -66,7 +65,6 @@ def softmax(
 
     Source: Vaswani et al. 2017, arXiv:1706.03762, section 3.2.1.
     """
-    raise NotImplementedError
 
 
 @operator(operators.attention)
@@ -92,7 +90,6 @@ def attention(
 
     Source: Vaswani et al. 2017, arXiv:1706.03762; Ainslie et al. 2023, arXiv:2305.13245.
     """
-    raise NotImplementedError
 
 
 @operator(operators.attention_dropout)
@@ -131,7 +128,6 @@ def attention_dropout(
 
     Source: Vaswani et al. 2017, section 5.4; Dao et al. 2022, arXiv:2205.14135, algorithm 2.
     """
-    raise NotImplementedError
 
 
 @operator(operators.attention_varlen)
@@ -164,4 +160,3 @@ def attention_varlen(
 
     Source: packing: Dao 2023, arXiv:2307.08691.
     """
-    raise NotImplementedError

@@ -17,7 +17,6 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float = 1e-6) -> Tensor:
 
     Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
-    raise NotImplementedError
 
 
 @operator(operators.layer_norm)
@@ -33,7 +32,6 @@ def layer_norm(
 
     Source: Ba, Kiros and Hinton 2016, arXiv:1607.06450.
     """
-    raise NotImplementedError
 
 
 @operator(operators.group_norm)
@@ -50,7 +48,6 @@ def group_norm(
 
     Source: Wu and He 2018, arXiv:1803.08494.
     """
-    raise NotImplementedError
 
 
 @operator(operators.add_rms_norm)
@@ -73,7 +70,6 @@ def add_rms_norm(
 
     Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
-    raise NotImplementedError
 
 
 @operator(operators.add_layer_norm)
@@ -96,7 +92,6 @@ def add_layer_norm(
 
     Source: Ba, Kiros and Hinton 2016, arXiv:1607.06450.
     """
-    raise NotImplementedError
 
 
 @operator(operators.dropout_add_rms_norm)
@@ -129,7 +124,6 @@ def dropout_add_rms_norm(
 
     Source: Srivastava et al. 2014, JMLR 15; Zhang and Sennrich 2019, arXiv:1910.07467.
     """
-    raise NotImplementedError
 
 
 @operator(operators.dropout_add_layer_norm)
@@ -163,4 +157,3 @@ def dropout_add_layer_norm(
 
     Source: Srivastava et al. 2014, JMLR 15; Ba, Kiros and Hinton 2016, arXiv:1607.06450.
     """
-    raise NotImplementedError

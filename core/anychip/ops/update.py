@@ -11,7 +11,6 @@ from anychip.dispatch.operator import operator
 @operator(operators.l2_norm)
 def l2_norm(tensors: Sequence[Tensor]) -> Tensor:
     """Euclidean norm over all entries of all tensors: 0-dim float32. Not differentiable."""
-    raise NotImplementedError
 
 
 @operator(operators.sums_of_squares)
@@ -26,13 +25,11 @@ def sums_of_squares(tensors: Sequence[Tensor]) -> Tensor:
         first, the number of infinities, and that of NaN. Rows of parts add up to that of the whole,
         in any order; ``anychip.operators.squares.root`` makes norms of rows or of their sums.
     """
-    raise NotImplementedError
 
 
 @operator(operators.clip)
 def clip(tensors: Sequence[Tensor], norm: Tensor, *, max_norm: float = 1.0) -> None:
     """Scales the tensors in place by ``min(1, max_norm / (norm + 1e-6))``; norm 0-dim float32."""
-    raise NotImplementedError
 
 
 @operator(operators.unscale_and_check)
@@ -42,7 +39,6 @@ def unscale_and_check(grads: Sequence[Tensor], scale: Tensor, found_inf: Tensor)
     Args:
         scale, found_inf: 0-dim float32. found_inf is never set back to 0.
     """
-    raise NotImplementedError
 
 
 @operator(operators.adamw)
@@ -79,7 +75,6 @@ def adamw(
 
     Source: Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2.
     """
-    raise NotImplementedError
 
 
 @operator(operators.adamw_8bit)
@@ -119,7 +114,6 @@ def adamw_8bit(
     Source: Dettmers et al. 2022, arXiv:2110.02861, section 2; the codes are described in
     :mod:`anychip.operators.adamw_8bit`.
     """
-    raise NotImplementedError
 
 
 @operator(operators.sgd)
@@ -149,7 +143,6 @@ def sgd(
 
     Source: Sutskever et al. 2013, PMLR 28(3):1139.
     """
-    raise NotImplementedError
 
 
 @operator(operators.lion)
@@ -176,7 +169,6 @@ def lion(
 
     Source: Chen et al. 2023, arXiv:2302.06675, algorithm 2.
     """
-    raise NotImplementedError
 
 
 @operator(operators.lamb_sums_of_squares)
@@ -204,7 +196,6 @@ def lamb_sums_of_squares(
         ``anychip.operators.lamb.trust_ratios`` makes it the ``trust`` of :func:`lamb`, once it is
         added up over all shards.
     """
-    raise NotImplementedError
 
 
 @operator(operators.lamb)
@@ -235,4 +226,3 @@ def lamb(
 
     Source: You et al. 2019, arXiv:1904.00962, algorithm 2.
     """
-    raise NotImplementedError

@@ -51,7 +51,7 @@ ADDED = {
         "batch_index, head_index, query_index and key_index, all None, after rng, and heads=0, "
         "queries=0 and keys=0 by name",
     ),
-}
+}  # fmt: skip
 """By operator; each row takes it, or leaves calls that have it to others by ``accepts``."""
 
 

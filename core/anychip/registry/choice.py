@@ -127,9 +127,7 @@ def choose(name: str | None = None, *, config: str | None = None) -> Backend:
         return _choose_named(name, "argument")
     if (named := environment.backend_name()) is not None:
         return _choose_named(named, "environment")
-    if config is not None:
-        return _choose_named(config, "config")
-    return _choose_automatic()
+    return _choose_automatic() if config is None else _choose_named(config, "config")
 
 
 def owner(device_type: str) -> Backend:
@@ -155,8 +153,7 @@ def owner(device_type: str) -> Backend:
         else:
             if backend.device_type == device_type:
                 why = f"its name is that of the device type; {answer.reason}"
-                candidates = (_candidate(claimants[0], True, why),)
-                return _decided(backend, "device type", candidates)
+                return _decided(backend, "device type", (_candidate(claimants[0], True, why),))
     return _owner_by_probe(device_type)
 
 
@@ -257,13 +254,9 @@ def _weighed(record: BackendRecord, chosen: BackendRecord | None, why: str) -> C
 def _candidate(found: Plugin | BackendRecord, accepted: bool, why: str) -> Candidate:
     """A plugin in a choice that did not look at the others."""
     return Candidate(
-        name=found.name,
-        accepted=accepted,
-        why=why,
-        status="ready" if accepted else None,
-        distribution=found.distribution,
-        version=found.version,
-    )
+        name=found.name, accepted=accepted, why=why, status="ready" if accepted else None,
+        distribution=found.distribution, version=found.version,
+    )  # fmt: skip
 
 
 def _decided(

@@ -57,8 +57,7 @@ def _examined(plugin: Plugin, answer: probing.Answer) -> Diagnosis:
     if answer.probe.depends:
         findings.append(Finding(True, f"this may change with {', '.join(answer.probe.depends)}"))
     faults = [Finding(False, fault) for fault in answer.faults]
-    found = (*findings, *answer.findings, *faults)
-    return Diagnosis(record, found, answer.traceback, len(faults))
+    return Diagnosis(record, (*findings, *answer.findings, *faults), answer.traceback, len(faults))
 
 
 def _conflicts() -> list[Diagnosis]:

@@ -50,12 +50,9 @@ class Plugin:
 
 
 TORCH_DEFAULT = Plugin(
-    group=BACKENDS,
-    name=TORCH_BACKEND,
-    module="anychip.registry.torch_default",
-    distribution="anychip",
-    version=anychip.__version__,
-)
+    group=BACKENDS, name=TORCH_BACKEND, module="anychip.registry.torch_default",
+    distribution="anychip", version=anychip.__version__,
+)  # fmt: skip
 """Serves a device that torch knows and no plugin does; found like everybody else."""
 
 

@@ -42,8 +42,7 @@ def cache_directory() -> Path:
     """Where answers of probes are kept. The directory need not exist."""
     if named := os.environ.get("ANYCHIP_CACHE_DIR"):
         return Path(named)
-    user_cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(user_cache) / "anychip"
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "anychip"
 
 
 def probe_timeout_s() -> float:

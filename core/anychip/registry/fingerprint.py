@@ -22,8 +22,7 @@ from anychip.registry.discovery import Plugin
 
 def surroundings() -> list[Any]:
     """What the answers of all plugins depend on, as JSON values."""
-    python = [sys.executable, sys.version]
-    return [anychip.__version__, list(API_VERSION), *python, _installed()]
+    return [anychip.__version__, list(API_VERSION), sys.executable, sys.version, _installed()]
 
 
 def fingerprint(plugin: Plugin, around: list[Any]) -> str:

@@ -49,8 +49,7 @@ def _tables(pack: Plugin, backend: Backend) -> list[OperatorTable]:
     if not hook.get_hookimpls():
         raise _wrong(pack, f"{pack.module!r} has no hook anychip_operators(backend)")
     try:
-        results = hook(backend=backend)
-        return [table for result in results for table in _as_tables(pack, result)]
+        return [table for result in hook(backend=backend) for table in _as_tables(pack, result)]
     except ContractError:
         raise
     except KeyboardInterrupt:

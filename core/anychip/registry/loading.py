@@ -69,8 +69,7 @@ def _opened(make: Callable[[], Backend]) -> Backend:
         return make()
     except BackendUnavailableError as error:
         fix, reason = error.fix, one_line(error.reason)
-        status = cast(Status, error.status)
-        raise LoadError(Probe(status=status, reason=reason, fix=fix)) from error
+        raise LoadError(Probe(status=cast(Status, error.status), reason=reason, fix=fix)) from error
 
 
 def load_hooks(plugin: Plugin) -> pluggy.PluginManager:
@@ -84,8 +83,7 @@ def load_hooks(plugin: Plugin) -> pluggy.PluginManager:
     try:
         module = EntryPoint(plugin.name, plugin.module, plugin.group).load()
     except (Exception, SystemExit) as error:
-        reason = f"importing {plugin.module!r} raised {describe(error)}"
-        raise LoadError(_broken(reason)) from error
+        raise LoadError(_broken(f"importing {plugin.module!r} raised {describe(error)}")) from error
     # A manager for each plugin: one with a bad hook says nothing about the next one.
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(hook_specifications)
@@ -148,8 +146,7 @@ def _not_a_backend(plugin: Plugin, manager: pluggy.PluginManager, got: object) -
         made = f"the class {got.__name__}" if isinstance(got, type) else f"a {type(got).__name__}"
         made = "None" if got is None else made
         return f"anychip_backend() must return an instance of anychip.Backend, got {made}"
-    module = sys.modules[plugin.module.partition(":")[0]]
-    if hasattr(module, "anychip_backend"):
+    if hasattr(sys.modules[plugin.module.partition(":")[0]], "anychip_backend"):
         return f"{plugin.module}.anychip_backend is not marked with @anychip.hookimpl"
     return f"{plugin.module!r} has no hook anychip_backend()"
 

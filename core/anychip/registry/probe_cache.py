@@ -34,8 +34,7 @@ class Entry(NamedTuple):
         """
         age_s = time.time() - self.time
         is_kept = self.probe.depends is not None and self.probe.status != "broken"
-        same = fingerprint.state(self.probe) == self.state
-        return is_kept and same and 0 <= age_s <= LIFETIME_S
+        return is_kept and fingerprint.state(self.probe) == self.state and 0 <= age_s <= LIFETIME_S
 
 
 def read() -> dict[str, tuple[Probe, float]]:

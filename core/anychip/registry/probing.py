@@ -63,8 +63,7 @@ def probe_all(plugins: Sequence[Plugin], *, examine: str | None = None) -> list[
         children: list[_Child] = []
         try:
             for number, plugin in enumerate(plugins):
-                answer_file = Path(directory) / f"{number}.json"
-                children.append(_Child(plugin, answer_file, examine))
+                children.append(_Child(plugin, Path(directory) / f"{number}.json", examine))
             _wait(children, limit_s)
         finally:  # also on Ctrl-C: the children are in sessions of their own and do not see it
             for child in children:
@@ -84,13 +83,10 @@ class _Child:
             "answer_file": str(answer_file), "path": sys.path,
         }  # fmt: skip
         self.process = subprocess.Popen(
-            [sys.executable, "-c", _START_CHILD, json.dumps(request)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            env={**os.environ, environment.INSIDE_PROBE: "1"},
-            start_new_session=True,
-        )
+            [sys.executable, "-c", _START_CHILD, json.dumps(request)], stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+            env={**os.environ, environment.INSIDE_PROBE: "1"}, start_new_session=True,
+        )  # fmt: skip
         assert self.process.stderr is not None
         self.stderr = self.process.stderr
         self.timed_out = False

@@ -147,12 +147,8 @@ def continued(
     model = whole_model(run)
     for row in encoded:
         tokens = models.generate(
-            model,
-            row[None].to(run.loader.device, torch.int64),
-            count,
-            temperature=temperature,
-            top_p=top_p,
-            generator=torch.Generator().manual_seed(seed),
-        )
+            model, row[None].to(run.loader.device, torch.int64), count, temperature=temperature,
+            top_p=top_p, generator=torch.Generator().manual_seed(seed),
+        )  # fmt: skip
         texts.append(tokenizer.decode(on_host(tokens[0, len(row) :])))
     return texts

@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 from anychip.comm import gather_objects
 from anychip.contract import Backend, Communicator
-from anychip.train import parallel, precision
+from anychip.train import parallel
 from anychip.train.config import AUTO, Config
 from anychip.train.cutting import Draft, arrange, draft, gather_speeds, mesh_sizes
+from anychip.train.precision import PrecisionPolicy
 
 
 class Proposal(NamedTuple):
@@ -47,7 +48,7 @@ def memory_limit(config: Config, chip: Backend) -> int:
 
 
 def choose(
-    config: Config, model: Draft, replicas: int, policy: precision.PrecisionPolicy, limit: int
+    config: Config, model: Draft, replicas: int, policy: PrecisionPolicy, limit: int
 ) -> tuple[Config, list[Proposal]]:
     """The settings with the quickest schedule that fits, of these candidates.
 
@@ -88,9 +89,7 @@ def choose(
     return _with(config, best.name, best.virtual), found
 
 
-def settle(
-    config: Config, chip: Backend, comm: Communicator, policy: precision.PrecisionPolicy
-) -> Config:
+def settle(config: Config, chip: Backend, comm: Communicator, policy: PrecisionPolicy) -> Config:
     """The settings of a run with the schedule that all ranks choose. A collective call.
 
     By the costs that :func:`gather_speeds` gives, and the memory of the rank that has least.

@@ -94,8 +94,7 @@ class Comparison(TorchDispatchMode):
             written = [i for i, info in enumerate(infos) if info is not None and info.is_write]
             changed = [(args[i], copies[0][i]) for i in written if i < len(args)]
             found = tree_flatten([got, [a for a, _ in changed]])[0]
-            wanted = tree_flatten([want, [b for _, b in changed]])[0]
-            self._compare(func, before, found, wanted)
+            self._compare(func, before, found, tree_flatten([want, [b for _, b in changed]])[0])
         return got
 
     def _concerns(self, func: Any, args: Any, kwargs: Any) -> bool:
@@ -265,9 +264,7 @@ def _errors(got: Tensor, want: Tensor, roundings: float) -> Tensor:
 def _form(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_form, value))}]"
-    return repr(value)
+    return f"[{', '.join(map(_form, value))}]" if isinstance(value, (list, tuple)) else repr(value)
 
 
 def again(file: Path, name: str, other: str) -> None:

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from anychip.comm import gather_objects, wire_nbytes
 from anychip.contract import HOST, Backend, Communicator
-from anychip.train import models, optim, parallel, precision, zero
+from anychip.train import models, optim, parallel, zero
 from anychip.train.config import Config, ParallelConfig
 from anychip.train.optim import Rule
+from anychip.train.precision import PrecisionPolicy
 from anychip.train.zero.layout import Layout, by_size, default_nbytes
 from anychip.train.zero.layout import plan as plan_layout
 from anychip.train.zero.tiers import in_text, tiers_of
@@ -160,14 +161,12 @@ def ideal_seconds(
         OSError, ValueError: ``parallel.rates`` cannot be read, or has not this device.
     """
     rates = measured_rates(config, chip)
-    known = (rates or chip.properties()).flops.get(dtype)
-    told: list[float | None] = gather_objects(comm, known)
+    told: list[float | None] = gather_objects(comm, (rates or chip.properties()).flops.get(dtype))
     found = [rate for rate in told if rate]
     is_counted = whole.parts.blocks and all(p.requires_grad for p in whole.parameters())
     if len(found) < len(told) or not is_counted:
         return None
-    tokens = _tokens(config, next(whole.parameters()).device)
-    costs = _estimated(whole, tokens)
+    costs = _estimated(whole, _tokens(config, next(whole.parameters()).device))
     if costs is None:
         return None
     flops = sum(cost.total for cost in costs)
@@ -201,9 +200,7 @@ def require_trained(stages: Sequence[nn.Module], owners: Mapping[int, int]) -> N
         )
 
 
-def draft(
-    config: Config, policy: precision.PrecisionPolicy, speeds: Sequence[parallel.Speed]
-) -> Draft:
+def draft(config: Config, policy: PrecisionPolicy, speeds: Sequence[parallel.Speed]) -> Draft:
     """The model of a run; makes no weights.
 
     Raises:
@@ -304,9 +301,7 @@ class Arrangement:
         return tuple(max(nbytes for _, nbytes in row) for row in self.memory)
 
 
-def arrange(
-    config: Config, model: Draft, replicas: int, policy: precision.PrecisionPolicy
-) -> Arrangement:
+def arrange(config: Config, model: Draft, replicas: int, policy: PrecisionPolicy) -> Arrangement:
     """The stages that the settings describe.
 
     Raises:
@@ -374,7 +369,7 @@ def _stage(
     layers: Sequence[range],
     schedule: parallel.Schedule,
     replicas: int,
-    policy: precision.PrecisionPolicy,
+    policy: PrecisionPolicy,
 ) -> StagePlan:
     decay = config.optimizer.weight_decay
     groups = [group["params"] for group in models.parameter_groups(module, decay)]

@@ -30,15 +30,10 @@ class Display:
         self._count = 0
         self._speed = 0.0
         self._progress = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=None),
-            TextColumn("{task.fields[status]}"),
-            TimeRemainingColumn(compact=True),
-            TextColumn("left"),
-            console=console,
-            disable=not console.is_terminal,
-        )
+            TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None),
+            TextColumn("{task.fields[status]}"), TimeRemainingColumn(compact=True),
+            TextColumn("left"), console=console, disable=not console.is_terminal,
+        )  # fmt: skip
         self._task = self._progress.add_task("train", total=steps, completed=done, status="")
 
     def __enter__(self) -> Display:

@@ -93,8 +93,7 @@ def launch(
             elastic_launch(config, "sh")("-c", _AS_RANK, str(logs), *command)
         except ChildFailedError as error:
             raise_if_interrupted(error.failures)
-            failure = first_failure(error.failures, logs)
-            rank = failure.local_rank
+            rank = first_failure(error.failures, logs).local_rank
             codes = {other: _exit_code(found) for other, found in error.failures.items()}
             # Rank 0 has written to the terminal, and may have failed because it missed another.
             shown = [rank] if rank else range(1, nproc)

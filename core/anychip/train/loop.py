@@ -237,8 +237,7 @@ def _agreed(run: Run, told: Tensor) -> _Agreed:
         with part("exchange"):
             run.comm.all_gather(told, mine)
     losses, signals = on_host(told).view(-1, 2).t().tolist()
-    replicas = run.mesh.axis("data").world_size
-    return _Agreed(math.fsum(losses) / replicas, int(max(signals)) or None)
+    return _Agreed(math.fsum(losses) / run.mesh.axis("data").world_size, int(max(signals)) or None)
 
 
 def _row(

@@ -95,8 +95,7 @@ def plan(config: Config, chip: Backend, nproc: int | None = None, *more: Backend
     )
     checks.check_stage(config.optimizer.stage)
     offload = {"offload": in_text(config.optimizer.offload)}
-    rule = rule_of(config)
-    checks.check_offload(offload, config.optimizer.stage, rule, has_masters=False)
+    checks.check_offload(offload, config.optimizer.stage, rule_of(config), has_masters=False)
     measured = [measured_rates(config, each) for each in chips]
     speeds = tuple(map(parallel.speed, chips, measured))
     model = draft(config, policy, speeds)

@@ -148,8 +148,7 @@ class Profile(Watch):
         for call in self._calls:
             served = {"served by": call.row.label, "kind": call.row.kind, "of": call.provider.name}
             name = f"{call.row.operator} {call.row.direction}"
-            event = self._event(name, call.start, call.end, {**step, **served})
-            self._called.append((call, event))
+            self._called.append((call, self._event(name, call.start, call.end, {**step, **served})))
         self._calls = []
 
     def _event(self, name: str, start: Any, end: Any, facts: dict[str, Any]) -> Event:

@@ -214,8 +214,7 @@ def _cut(run: Run, whole: models.Decoder, chip: Backend) -> None:
     """
     config, comm = run.config, run.mesh.axis("pipeline")
     schedule = make_schedule(config)
-    speeds = gather_speeds(config, chip, comm)
-    layers = cut(whole, layer_costs(config, whole, speeds), schedule)
+    layers = cut(whole, layer_costs(config, whole, gather_speeds(config, chip, comm)), schedule)
     reduction = loss_reduction(config)
     owners = schedule.owners()
     every = [parallel.make_stage(whole, part, reduction=reduction) for part in layers]
@@ -506,17 +505,12 @@ def _add_optimizer(run: Run) -> None:
     parts = run.pipeline.stages if run.pipeline else {}
     last = parts.get(run.pipeline.num_stages - 1) if run.pipeline else None
     run.optimizer = zero.Optimizer(
-        models.parameter_groups(run.model, config.optimizer.weight_decay),
-        rule_of(config),
-        run.mesh.axis("data"),
-        stage=config.optimizer.stage,
-        precision=run.policy,
+        models.parameter_groups(run.model, config.optimizer.weight_decay), rule_of(config),
+        run.mesh.axis("data"), stage=config.optimizer.stage, precision=run.policy,
         model_comm=stages if stages.world_size > 1 else None,
-        duplicates=last.tied if isinstance(last, parallel.Stage) else (),
-        module=run.model,
-        roots=tuple(parts.values()),
-        offload=in_text(config.optimizer.offload),
-    )
+        duplicates=last.tied if isinstance(last, parallel.Stage) else (), module=run.model,
+        roots=tuple(parts.values()), offload=in_text(config.optimizer.offload),
+    )  # fmt: skip
 
 
 def _compare(comm: Communicator, config: Config, chip: Backend) -> None:

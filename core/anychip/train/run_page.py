@@ -86,15 +86,12 @@ def _read(out: Path, name: str, number: int) -> RunRecord:
     settings = {f"{table}.{key}": v for table, keys in tables.items() for key, v in keys.items()}
     evaluations, sample = evaluation.rows_of(out), out / "sample.txt"
     return RunRecord(
-        name=name,
-        status=_status(out, settings, rows[-1].step if rows else 0, evaluations),
-        settings=settings,
-        rows=rows,
-        evaluations=evaluations,
+        name=name, status=_status(out, settings, rows[-1].step if rows else 0, evaluations),
+        settings=settings, rows=rows, evaluations=evaluations,
         served=_served(out / "provenance.json"),
         sample=sample.read_text(encoding="utf-8") if sample.exists() else "",
         style=f"run{number % STYLES} dash{(number + number // STYLES) % STYLES}",
-    )
+    )  # fmt: skip
 
 
 def _status(out: Path, settings: dict[str, Any], step: int, rows: list[Evaluation]) -> str:
@@ -253,11 +250,7 @@ def to_html(runs: Sequence[RunRecord]) -> str:
     charts = {name: pictures(runs, curves) for name, curves in CURVES.items()}
     timed = [(run, parts_of(run), stacked(run)) for run in runs if parts_of(run)]
     return render(
-        TEMPLATE,
-        {"short": svg.short},
-        version=anychip.__version__,
-        runs=runs,
-        charts={name: found for name, found in charts.items() if found},
-        timed=timed,
+        TEMPLATE, {"short": svg.short}, version=anychip.__version__, runs=runs,
+        charts={name: found for name, found in charts.items() if found}, timed=timed,
         differing=differing(runs) if len(runs) > 1 else [],
-    )
+    )  # fmt: skip

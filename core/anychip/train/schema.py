@@ -9,6 +9,7 @@ from math import isfinite
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 Form = Any
 
@@ -21,7 +22,7 @@ class Check(NamedTuple):
 
 
 def _is_tensor(value: Any) -> bool:
-    is_dense = isinstance(value, torch.Tensor) and value.layout == torch.strided
+    is_dense = isinstance(value, Tensor) and value.layout == torch.strided
     return is_dense and not (value.is_meta or value.is_quantized or value.is_nested)
 
 
@@ -84,7 +85,7 @@ def _require(is_right: bool, words: str, value: Any, where: str) -> None:
 
 def _shown(value: Any) -> str:
     """A line at most; and nothing deep, which repr does not survive."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if isinstance(value, list) and value and all(isinstance(entry, str) for entry in value):
         return ", ".join(value)

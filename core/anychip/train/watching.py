@@ -101,8 +101,7 @@ class Watch:
 
     def spans(self) -> list[Span]:
         """The stretches of the last step, one behind the other."""
-        pairs = pairwise(self._marks)
-        return [Span(name, start, end) for (name, start), (_, end) in pairs if name]
+        return [Span(name, start, end) for (name, start), (_, end) in pairwise(self._marks) if name]
 
     def memory(self) -> dict[str, int]:
         """Bytes of the device as the backend counts them, as far as it does."""

@@ -79,8 +79,7 @@ def of_run(shape: Sequence[int], offset: int, numel: int) -> list[Box]:
 
 
 def _in_row(row: int, shape: Sequence[int], offset: int, numel: int) -> list[Box]:
-    inner = of_run(shape[1:], offset, numel)
-    return [Box((row, *box.offsets), (1, *box.sizes)) for box in inner]
+    return [Box((row, *box.offsets), (1, *box.sizes)) for box in of_run(shape[1:], offset, numel)]
 
 
 class Overlap(NamedTuple):

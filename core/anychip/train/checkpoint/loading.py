@@ -314,8 +314,7 @@ def _look_at_state(path: Path, state: dict[str, Any], targets: _Targets) -> _Loa
         _hand_over(path, "optimizer", check, state)
         return _Loads(after=partial(optimizer.load_state_dict, state))
     # What it does not take it says when it is loaded only: before the model is changed.
-    load = partial(_hand_over, path, "optimizer", optimizer.load_state_dict, state)
-    return _Loads(before=load)
+    return _Loads(before=partial(_hand_over, path, "optimizer", optimizer.load_state_dict, state))
 
 
 def _look_at_whole(

@@ -152,15 +152,11 @@ def write(
             raise RuntimeError(f"{name}: the ranks have not written every element exactly once")
     used = {stored.file for tensor in tensors.values() for stored in tensor.stored}
     content = {
-        "format": FORMAT,
-        "version": VERSION,
-        "step": step,
-        "anychip": anychip.__version__,
-        "torch": torch.__version__,
-        "progress": progress._asdict(),
+        "format": FORMAT, "version": VERSION, "step": step, "anychip": anychip.__version__,
+        "torch": torch.__version__, "progress": progress._asdict(),
         "files": {name: tensor_files[name]._asdict() for name in sorted(used)},
         "tensors": {name: _written(tensors[name]) for name in sorted(tensors)},
-    }
+    }  # fmt: skip
     folder.sync(path)  # the files' names are on the disk before the manifest that has them
     files.write(path / folder.MANIFEST, json.dumps(content) + "\n")
     folder.sync(path)

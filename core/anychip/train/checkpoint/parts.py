@@ -88,8 +88,7 @@ class Piece(NamedTuple):
 def pieces(parts: Sequence[Part]) -> list[Piece]:
     """What this rank writes of its parts."""
     found = []
-    copies = sorted({part.share.copies for part in parts if part.share is not None})
-    for count in copies:
+    for count in sorted({part.share.copies for part in parts if part.share is not None}):
         alike = [part for part in parts if part.share is not None and part.share.copies == count]
         for part, start, end in _dealt(alike):
             most = BOX_NBYTES // part.dtype.itemsize

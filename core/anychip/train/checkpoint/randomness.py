@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from anychip import runtime
 from anychip.contract import HOST
@@ -34,7 +35,7 @@ def check(states: Mapping[str, Any], device: torch.device) -> None:
         raise ValueError(f"a device's generator with {mine} expected, got {saved}")
 
 
-def _words(value: torch.Tensor | None) -> str:
+def _words(value: Tensor | None) -> str:
     return "no state" if value is None else f"{list(value.shape)} bytes"
 
 

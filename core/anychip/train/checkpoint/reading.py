@@ -183,8 +183,7 @@ def open_files(
             raise refusal(path, f"{name} has {got} bytes, {nbytes} were written")
     for name, about in found.tensor_files.items():
         if name in opened:
-            header = File(name, about.header_nbytes, about.header_sha256)
-            _verify_file(path, header, opened[name])
+            _verify_file(path, File(name, about.header_nbytes, about.header_sha256), opened[name])
     return Reader(path, found, opened)
 
 

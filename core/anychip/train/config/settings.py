@@ -331,11 +331,8 @@ class SGDConfig(OptimizerConfig):
 
 
 OPTIMIZERS: Mapping[str, type[OptimizerConfig]] = {
-    "adamw": AdamWConfig,
-    "sgd": SGDConfig,
-    "lamb": LAMBConfig,
-    "lion": LionConfig,
-}
+    "adamw": AdamWConfig, "sgd": SGDConfig, "lamb": LAMBConfig, "lion": LionConfig,
+}  # fmt: skip
 """Values of ``optimizer.kind``, and the settings that each has, which make its rule."""
 
 

@@ -31,13 +31,9 @@ Batch = tuple[Tensor, Tensor]
 """tokens and targets, each (batch_size, context) int64; targets are the tokens that follow."""
 
 _POSITION = {
-    "position": schema.COUNT,
-    "tokenizer?": str,
-    "text": str,
-    "context": schema.COUNT,
-    "seed": schema.COUNT,
-    "shuffle_buffer?": schema.COUNT,
-}
+    "position": schema.COUNT, "tokenizer?": str, "text": str, "context": schema.COUNT,
+    "seed": schema.COUNT, "shuffle_buffer?": schema.COUNT,
+}  # fmt: skip
 # What a position of an earlier version does not say: there was no choice.
 _EARLIER = {"tokenizer": ByteTokenizer.name, "shuffle_buffer": 0}
 
@@ -111,8 +107,7 @@ class _Windows:
 
 
 def _copied(batch: Tensor, pin: Callable[[int], Tensor]) -> Tensor:
-    pinned = pin(batch.nbytes).view(torch.int64).view(batch.shape)
-    return pinned.copy_(batch)
+    return pin(batch.nbytes).view(torch.int64).view(batch.shape).copy_(batch)
 
 
 class Loader:
@@ -209,8 +204,7 @@ class Loader:
         Raises:
             Exception: what making them raised, also in the thread. The position stays.
         """
-        host = self._on_host(1)[0]
-        batch = host.windows.to(self.device, non_blocking=self.pin is not None)
+        batch = self._on_host(1)[0].windows.to(self.device, non_blocking=self.pin is not None)
         tokens, targets = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
         if self.is_marked:
             tokens, targets = split_marked(batch)
@@ -302,12 +296,9 @@ class Loader:
 
     def _identity(self) -> dict[str, Any]:
         return {
-            "tokenizer": self.tokenizer.name,
-            "text": self.tokens.digest,
-            "context": self.context,
-            "seed": self.seed,
-            "shuffle_buffer": self.shuffle_buffer,
-        }
+            "tokenizer": self.tokenizer.name, "text": self.tokens.digest, "context": self.context,
+            "seed": self.seed, "shuffle_buffer": self.shuffle_buffer,
+        }  # fmt: skip
 
 
 def _require_length(row: TokenRow, context: int) -> None:

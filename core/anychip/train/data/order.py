@@ -88,8 +88,7 @@ class Order:
             epoch, place = divmod(number, self.num_windows) if self.is_whole else (0, number)
             size = self.shuffle_buffer if self._is_first(epoch) else self.buffer
             buffer, place = divmod(place, size)
-            here = self._of_buffer(epoch, buffer)
-            found.append(here[place : place + numbers.stop - number])
+            found.append(self._of_buffer(epoch, buffer)[place : place + numbers.stop - number])
             number += len(found[-1])
         return np.concatenate(found)
 

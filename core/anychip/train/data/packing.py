@@ -110,8 +110,7 @@ def unmarked(tokens: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         Each (B, S) int64.
     """
-    begins = tokens >= BEGINS
-    return tokens & (NO_TARGET - 1), _places(begins)
+    return tokens & (NO_TARGET - 1), _places(tokens >= BEGINS)
 
 
 def positions(tokens: Tensor, end_of_document: int) -> Tensor:
@@ -144,8 +143,7 @@ def cu_seqlens(tokens: Tensor, end_of_document: int) -> Tensor:
         on in the next row counts as another one there.
     """
     starts = _begins(tokens, end_of_document).flatten().nonzero().flatten()
-    end = starts.new_tensor([tokens.numel()])
-    return torch.cat((starts, end)).to(torch.int32)
+    return torch.cat((starts, starts.new_tensor([tokens.numel()]))).to(torch.int32)
 
 
 def _begins(tokens: Tensor, end_of_document: int) -> Tensor:

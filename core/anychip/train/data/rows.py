@@ -170,8 +170,7 @@ def join(pieces: Sequence[Tokens], end_of_document: int | None) -> TokenRow:
     found = list[Piece]()
     for tokens in pieces:
         if found and end_of_document is not None and not tokens.is_marked:
-            between = torch.tensor([end_of_document], dtype=torch.int64)
-            found.append(Piece(InMemory(between), 0, 1))
+            found.append(Piece(InMemory(torch.tensor([end_of_document], dtype=torch.int64)), 0, 1))
         assert not found or found[-1].end < OPEN
         there = tokens.extent()
         found.append(Piece(tokens, 0, there.tokens if there.is_whole else OPEN))

@@ -90,5 +90,4 @@ def python_documentation() -> Tensor:
     between versions of Python.
     """
     topics: dict[str, str] = import_module("pydoc_data.topics").topics
-    text = "\n\n".join(topics[name] for name in sorted(topics))
-    return encode(text.encode("utf-8"))
+    return encode("\n\n".join(topics[name] for name in sorted(topics)).encode("utf-8"))

@@ -185,8 +185,7 @@ class Pretrained(Decoder):
         """As every decoder's."""
         super().become_part(layers)
         # Whose weights are not needed here any more.
-        tuples = bool(self._gives_tuples)
-        part = Part(self.net, self._modules, self.parts, layers, tuples=tuples)
+        part = Part(self.net, self._modules, self.parts, layers, tuples=bool(self._gives_tuples))
         object.__setattr__(self, "net", part)
         object.__setattr__(self, "_tuner", None)
 
@@ -221,8 +220,7 @@ class Pretrained(Decoder):
 
     def save_adapters(self, folder: Path) -> None:
         """Writes the adapters alone, as PEFT loads them."""
-        peft = require("peft", "adapters", extra=EXTRA)
-        tensors = peft.get_peft_model_state_dict(self.net)
+        tensors = require("peft", "adapters", extra=EXTRA).get_peft_model_state_dict(self.net)
         named = {f"base_model.model.{name}": value for name, value in tensors.items()}
         write = require("safetensors.torch", "adapters", extra=EXTRA).save_file
         write(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})

@@ -135,8 +135,7 @@ class _First(nn.Module):
 
     def forward(self, hidden_states: Tensor, *rest: Any, **more: Any) -> Any:
         del hidden_states  # made of the tokens' stand-ins
-        x = self.__dict__.pop("given")
-        return self.block(x, *rest, **more)
+        return self.block(self.__dict__.pop("given"), *rest, **more)
 
 
 class _Nothing(nn.Module):

@@ -18,8 +18,7 @@ def global_norm(step: Update) -> Tensor | None:
     found = [ops.sums_of_squares(grads).sum(0) for grads in step.counted()]
     if not found:
         return None
-    total = torch.stack(found).sum(0)
-    norm = root(step.sum_over_stages(step.sum_over_shards(total)))
+    norm = root(step.sum_over_stages(step.sum_over_shards(torch.stack(found).sum(0))))
     return norm if step.scale is None else norm / step.scale
 
 

@@ -216,8 +216,7 @@ class Pipeline:
             for action in self._actions(step, self._row):
                 start = time.perf_counter()
                 goes = action in self._reducing and action.stage in step.reduces
-                sends = told.reducing(self.stages[action.stage]) if goes else nullcontext()
-                with sends:
+                with told.reducing(self.stages[action.stage]) if goes else nullcontext():
                     self._compute(step, action, optimizer.backward)
                 self._count(step)
                 self._stop_clock(action, start)
@@ -368,14 +367,11 @@ class Pipeline:
         owned = [t for m in self.stages.values() for t in (*m.parameters(), *m.buffers())]
         owned += [t for t in (tokens, targets) if t is not None]
         return _Step(
-            told=told,
-            saved=Saved(owned) if self.count_bytes else None,
+            told=told, saved=Saved(owned) if self.count_bytes else None,
             tokens=self._microbatches("tokens", tokens) if self._takes_tokens else [],
-            targets=self._microbatches("targets", targets) if self.is_last else [],
-            weight=weight,
-            loss_fn=self.loss_fn,
-            loss=torch.zeros((), device=self.device),
-        )
+            targets=self._microbatches("targets", targets) if self.is_last else [], weight=weight,
+            loss_fn=self.loss_fn, loss=torch.zeros((), device=self.device),
+        )  # fmt: skip
 
     def _microbatches(self, name: str, batch: Tensor | None) -> list[Tensor]:
         if batch is None:

@@ -55,16 +55,14 @@ def read_rates(path: Path, chip: Backend) -> Rates:
         rows = {row["name"]: row["facts"] for row in found["rows"]}
         dtypes = {product_name(dtype): dtype for dtype in chip.properties().dtypes}
         rates = Rates(
-            backend=found["backend"],
-            device=found["device"],
-            date=found["date"],
+            backend=found["backend"], device=found["device"], date=found["date"],
             bandwidth=_rate(rows[COPY][COPY_UNIT]) * 1e9,
             flops={
                 dtype: _rate(rows[name][PRODUCT_UNIT]) * 1e12
                 for name, dtype in dtypes.items()
                 if name in rows
             },
-        )
+        )  # fmt: skip
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path} is not a report of anychip bench device "

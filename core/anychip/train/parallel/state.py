@@ -17,5 +17,4 @@ def whole_state_dict(
         comm: the ranks of the pipeline.
         optimizer: which may have taken the stage's weights apart.
     """
-    mine = dict(optimizer.stands_for(stage).state_dict())
-    return merge(gather_objects(comm, mine))
+    return merge(gather_objects(comm, dict(optimizer.stands_for(stage).state_dict())))

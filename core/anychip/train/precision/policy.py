@@ -89,12 +89,9 @@ def policy(
         known = ", ".join(sorted(map(_dtype_name, properties.dtypes)))
         raise UnsupportedError(f"{properties.name} does not compute in {name}; it has {known}")
     return PrecisionPolicy(
-        name=name,
-        device_type=backend.device_type,
-        why=why,
-        reduce_dtype=reduce_dtype,
+        name=name, device_type=backend.device_type, why=why, reduce_dtype=reduce_dtype,
         loss_scaling=(loss_scaling or LossScaling()) if name == "fp16" else None,
-    )
+    )  # fmt: skip
 
 
 def common_policy(name: str, backend: Backend, decided: Sequence[str]) -> PrecisionPolicy:

@@ -67,8 +67,7 @@ class Growing(TokenFile):
         out.mkdir(parents=True, exist_ok=True)
         super().__init__(out, made.dtype.name)
         self.is_marked, self.skip_corrupt, self.show = request.has_messages, skip_corrupt, show
-        paths = data.find_files(request.sources)
-        files = [(path.name, path.stat().st_size) for path in paths]
+        files = [(path.name, path.stat().st_size) for path in data.find_files(request.sources)]
         self._what = [request.field, request.filters, made.tokenizer.name, made.template, files]
         self._asked = {
             "request": asdict(request), "out": str(out), "num_workers": num_workers,
@@ -146,8 +145,7 @@ class Growing(TokenFile):
         """Of names and sizes of the files, what makes tokens of them, and the first ones."""
         self.wait(FIRST)
         first = self.read(0, min(FIRST, self._there.tokens))
-        text = json.dumps(self._what).encode() + first.tobytes()
-        return hashlib.sha256(text).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(self._what).encode() + first.tobytes()).hexdigest()[:16]
 
     def wait(self, tokens: int) -> None:
         """Until there are so many, or all; raises as :meth:`extent`."""

@@ -85,8 +85,7 @@ class Perplexity(Bounds):
         self._judge = _Judge(model, context)
 
     def measure(self, documents: Sequence[Any]) -> list[Any]:
-        texts = [text_of(document) for document in documents]
-        rows = self._judge.tokenizer.encode(texts)
+        rows = self._judge.tokenizer.encode([text_of(document) for document in documents])
         losses = [self._judge.loss(row.to(torch.int64)) for row in rows]
         # JSON has no word for what is more than a float.
         return [None if loss is None else math.exp(min(loss, 709.0)) for loss in losses]

@@ -223,8 +223,7 @@ def check_memory(params: Sequence[Tensor]) -> None:
             f"parameters of one group on one device expected, got {', '.join(devices)}; split a "
             "model over devices by a pipeline"
         )
-    placed = sorted((p for p in params if p.numel()), key=Tensor.data_ptr)
-    for first, second in pairwise(placed):
+    for first, second in pairwise(sorted((p for p in params if p.numel()), key=Tensor.data_ptr)):
         if second.data_ptr() < first.data_ptr() + first.nbytes:
             raise UnsupportedError(
                 f"two parameters, of shapes {tuple(first.shape)} and {tuple(second.shape)}, share "

@@ -90,14 +90,12 @@ class ChunkedGroups:
         for part, (params, _) in enumerate(self._parts):
             if part not in seen:
                 where = self._sharded.places[params[0]]
-                empty = Segment(where.index, 0, 0)
-                yield self._group(where.weights, [empty], part, None, {})
+                yield self._group(where.weights, [Segment(where.index, 0, 0)], part, None, {})
 
     def _bring(
         self, works: Sequence[Trip]
     ) -> Iterator[tuple[tuple[FlatWeights, int, Chunk], _Views]]:
-        brought = self._lanes.stream(works, self._device)
-        for place, views in zip(self._chunks, brought, strict=True):
+        for place, views in zip(self._chunks, self._lanes.stream(works, self._device), strict=True):
             number = place[1]
             yield place, {each: (each.records[number][0], v) for each, v in views.items()}
 

@@ -189,8 +189,7 @@ class Grouped(Around):
     """
 
     def __init__(self, comm: Communicator, size: int) -> None:
-        starts = range(0, comm.world_size, size)
-        inner = [list(range(start, start + size)) for start in starts]
+        inner = [list(range(start, start + size)) for start in range(0, comm.world_size, size)]
         outer = [list(column) for column in zip(*inner, strict=True)]
         super().__init__(Flat(comm.split(inner, name="shard"), comm.split(inner, name="gather")))
         self.comm, self.outer = comm, comm.split(outer, name="replicate")
@@ -281,8 +280,7 @@ class Secondary(Around):
 
     def __init__(self, inner: Exchange, comm: Communicator, size: int) -> None:
         super().__init__(inner)
-        starts = range(0, comm.world_size, size)
-        groups = [list(range(start, start + size)) for start in starts]
+        groups = [list(range(start, start + size)) for start in range(0, comm.world_size, size)]
         self.neighbours = comm.split(groups, name="secondary")
 
     def keep(self, full: Tensor) -> Tensor:

@@ -30,12 +30,9 @@ class Partitioned(Tensor):
     def __new__(cls, param: Tensor) -> Partitioned:
         """For the gradient of a parameter."""
         made: Partitioned = Tensor._make_wrapper_subclass(
-            cls,
-            param.shape,
-            strides=param.stride(),
-            dtype=dtype_of_gradient(param),
+            cls, param.shape, strides=param.stride(), dtype=dtype_of_gradient(param),
             device=param.device,
-        )
+        )  # fmt: skip
         return made
 
     def __repr__(self) -> str:  # type: ignore[override]

@@ -79,8 +79,7 @@ class Layout(NamedTuple):
         """What belongs to no parameter, and is zero wherever it is sent."""
         places = [self.place(index) for index in range(len(self.starts))]
         ends = [0, *(place.stop for place in places)]
-        followers = [*self.starts, self.numel]
-        return [slice(a, b) for a, b in zip(ends, followers, strict=True) if a < b]
+        return [slice(a, b) for a, b in zip(ends, [*self.starts, self.numel], strict=True) if a < b]
 
     def piece(self, index: int, rank: int) -> Piece:
         """What a rank owns of a parameter."""

@@ -153,8 +153,7 @@ class Optimizer(torch.optim.Optimizer):
             checks.check_carries(carries, is_scaled=is_scaled, are_tied=are_tied)
             if cut == 3:
                 self.sharded.add_module(checks.module_of_stage_3(module))
-        given_to_update = comm, self.sharded, model_comm, set(duplicates), rule.blocks
-        self._updates = Updates(*given_to_update)
+        self._updates = Updates(comm, self.sharded, model_comm, set(duplicates), rule.blocks)
         self._is_synchronizing, self._is_in_backward, self._is_reduced_once = True, False, False
         self._scheduled: list[Any] = []
         super().__init__(given, dict(rule.options))
@@ -177,8 +176,7 @@ class Optimizer(torch.optim.Optimizer):
         self._scheduled.append(None if "lr" in param_group else self.defaults["lr"])
         _add_param_group(self, param_group)
         every = [p for group in self.param_groups for p in group["params"]]
-        is_scaled = self.scaler is not None
-        dtensors.check(every, self.comm, is_scaled=is_scaled, blocks=self.rule.blocks)
+        dtensors.check(every, self.comm, is_scaled=self.scaler is not None, blocks=self.rule.blocks)
         params = self.param_groups[-1]["params"]
         if self.scaler is not None:
             watch(self, params, Optimizer._check_backward)
@@ -362,8 +360,7 @@ class Optimizer(torch.optim.Optimizer):
         if self.sharded is not None:
             self.sharded.updated(present, by_step=True)
         self.num_steps += 1
-        lr = self.param_groups[0]["lr"]
-        return StepResult(update.norm, lr, scale, False, shared, loss)
+        return StepResult(update.norm, self.param_groups[0]["lr"], scale, False, shared, loss)
 
     def _set_rates(self) -> None:
         """The schedule's rate, in groups where nobody has set another."""

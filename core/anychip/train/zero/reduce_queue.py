@@ -220,8 +220,7 @@ class ReduceQueue:
         if any(self.buffers[number].is_replaced(index) for number, index in self.places.values()):
             self.finish()
         marks = [self._mark(param) for param in self.places]
-        device = next(iter(self.places)).device
-        joined = torch.tensor(marks, dtype=torch.uint8, device=device)
+        joined = torch.tensor(marks, dtype=torch.uint8, device=next(iter(self.places)).device)
         if share is not None:
             joined = torch.cat((joined, self._in_its_place(share)))
         asked = self.buffers[0].exchange.largest(joined)
@@ -242,8 +241,7 @@ class ReduceQueue:
             self.buffers[number].show(index)
         if share is None:
             return present, None
-        shared = told[len(marks) :].clone().view(share.dtype)
-        return present, shared.view(self.comm.world_size, -1)
+        return present, told[len(marks) :].clone().view(share.dtype).view(self.comm.world_size, -1)
 
     def _in_its_place(self, share: Tensor) -> Tensor:
         """The bytes of all ranks' shares, with zeros for those of the others: the largest of all

@@ -229,8 +229,7 @@ class ShardedModel:
                 continue
             with self._hooks.kept([unit]):
                 unit.weights = [new for old in unit.weights for new in self._divided(old, wanted)]
-            mine = [p for w in unit.weights for p in w.params if p in wanted]
-            self._hooks.watch_also(unit, mine)
+            self._hooks.watch_also(unit, [p for w in unit.weights for p in w.params if p in wanted])
 
     def _divided(self, weights: FlatWeights, wanted: Collection[Tensor]) -> list[FlatWeights]:
         """In place of a buffer one of what is trained from now on, and one of the rest."""

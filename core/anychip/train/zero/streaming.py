@@ -177,8 +177,7 @@ class Lanes:
 
         That memory must stay as it is until the result is there.
         """
-        given = stored, record, view, self.mark()
-        future = self._threads[1].submit(self._save, *given)
+        future = self._threads[1].submit(self._save, stored, record, view, self.mark())
         stored.pending[record] = future
         return future
 

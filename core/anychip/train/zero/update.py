@@ -74,8 +74,7 @@ class Updates:
         self, groups: Sequence[Mapping[str, Any]], states: State, present: Collection[Tensor]
     ) -> bool:
         """Whether any gradient on any rank is not finite; the host waits for the answer."""
-        device = next(iter(present)).device
-        found = torch.zeros((), dtype=torch.float32, device=device)
+        found = torch.zeros((), dtype=torch.float32, device=next(iter(present)).device)
         for gradient in self._gradients(groups, states, present):
             if not gradient.numel():
                 continue

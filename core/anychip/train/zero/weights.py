@@ -141,8 +141,7 @@ class FlatWeights:
                 cuts.append(end)
             room = self.tiers.store("states", dtype, cuts).all()
             sizes = [num_blocks(values.numel(), block) for values in self.values]
-            firsts = [starts.get(index, 0) for index in range(len(sizes))]
-            pairs = zip(firsts, sizes, strict=True)
+            pairs = zip([starts.get(index, 0) for index in range(len(sizes))], sizes, strict=True)
             self._states[name] = [room[start : start + size] for start, size in pairs]
         return self._states[name]
 
@@ -152,8 +151,7 @@ class FlatWeights:
         kind = "masters" if self.has_masters else "weights"
         if not tiers.is_away(kind) or not (self.has_masters or self.partition.weights):
             return
-        own = self._own.detach()
-        self._own = tiers.keep(kind, own, self.cuts)
+        self._own = tiers.keep(kind, self._own.detach(), self.cuts)
         if self.has_masters:
             self.low = low = self._full[self._part].detach()
             if self.partition.weights:
@@ -308,8 +306,7 @@ class FlatWeights:
         if not len(self._full):
             return
         mine = self._full.untyped_storage()._cdata
-        places = zip(self.names, self.params, self.layout.starts, strict=True)
-        for name, param, start in places:
+        for name, param, start in zip(self.names, self.params, self.layout.starts, strict=True):
             theirs = param.untyped_storage()._cdata, param.storage_offset()
             if param.numel() and theirs != (mine, start):
                 raise RuntimeError(

@@ -137,8 +137,7 @@ class Environment:
         leave_out_cuda(next(folder.glob("lib/python*/site-packages")))
         options = ("--no-build-isolation", "-Ccmake.define.ANYCHIP_CUDA=OFF")
         # In the checkout, as its own build: ccache compares paths from there.
-        build = f"-Cbuild-dir=build/versions-{folder.name}"
-        self.install(*options, build, "--editable", ".[test]")
+        self.install(*options, f"-Cbuild-dir=build/versions-{folder.name}", "--editable", ".[test]")
 
     def install(self, *words: str | Path) -> None:
         pip = (self.bin / "python", "-m", "pip", "--disable-pip-version-check", "install")

@@ -14,7 +14,7 @@ KEYS = ("file", "function", "line", "operator", "change", "occurrence")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Equivalent:
-    """One entry.
+    """One mutant of an entry.
 
     Attributes:
         identity: of the mutant; see :attr:`Mutant.identity`.
@@ -34,23 +34,23 @@ def load(path: Path = FILE) -> dict[Identity, Equivalent]:
     found: dict[Identity, Equivalent] = {}
     files = tomlkit.parse(path.read_text("utf-8")).unwrap()
     rows = [
-        {"file": file, "function": function, **row}
+        {"file": file, "function": function, "occurrence": 0, **row}
         for file, functions in files.items()
         for function, own in functions.items()
         for row in own
     ]
     for number, row in enumerate(rows, 1):
-        missing = {*KEYS, "reason"} ^ {*row, "occurrence"}
+        missing = {"file", "function", "line", "changes", "occurrence", "reason"} ^ {*row}
         if missing or not row["reason"].endswith("."):
             raise ValueError(
-                f"{path.name}, entry {number}: needs {', '.join(KEYS)} (0 unless given) and a "
+                f"{path.name}, entry {number}: needs a line, changes (lists by operator), and a "
                 f"reason in a sentence; wrong are {sorted(missing) or row['reason']}"
             )
-        values = {"occurrence": 0, **row}
-        identity = tuple(values[key] for key in KEYS)
-        if identity in found:
-            raise ValueError(f"{path.name}, entry {number}: {identity} stands there twice")
-        found[identity] = Equivalent(identity=identity, reason=row["reason"])
+        for operator, change in ((o, c) for o, own in row["changes"].items() for c in own):
+            identity = tuple((row | {"operator": operator, "change": change})[k] for k in KEYS)
+            if identity in found:
+                raise ValueError(f"{path.name}, entry {number}: {identity} stands there twice")
+            found[identity] = Equivalent(identity=identity, reason=row["reason"])
     return found
 
 
@@ -67,9 +67,9 @@ def check_fresh(listed: Iterable[Identity], mutants: Iterable[Mutant]) -> None:
 def stanza(mutant: Mutant) -> str:
     """An entry for a mutant, with the argument left to be written."""
     row = tomlkit.table()
-    for key in KEYS[2:]:
-        value = getattr(mutant, key)
-        if key != "occurrence" or value:
-            row.add(key, value)
+    row.add("line", mutant.line)
+    if mutant.occurrence:
+        row.add("occurrence", mutant.occurrence)
     row.add("reason", "")
+    row.add(tomlkit.key(["changes", mutant.operator]), [mutant.change])
     return f'[["{mutant.file}"."{mutant.function}"]]\n{tomlkit.dumps(row)}'

@@ -32,8 +32,7 @@ def write(
 
 def put(made: str, path: Path, start: str) -> None:
     """Replaces what stands on a page between a mark and the end of what a run writes."""
-    text = path.read_text(encoding="utf-8")
-    head, rest = text.split(start, 1)
+    head, rest = path.read_text(encoding="utf-8").split(start, 1)
     _, tail = rest.split(END, 1)
     path.write_text(f"{head}{start}\n\n{made}\n\n{END}{tail}", encoding="utf-8")
 
@@ -94,8 +93,7 @@ def _by_class(
             cells = Count(of, listed).cells()
             rows.append((backend, kind, str(exist[backend, kind]), *cells))
     rows.append(("all", "", str(len(every)), *Count(verdicts, listed).cells()))
-    heads = ("backend", "class of mistake", "exist", *COLUMNS)
-    return table(heads, rows)
+    return table(("backend", "class of mistake", "exist", *COLUMNS), rows)
 
 
 COLUMNS = ("tried", "killed", "equivalent", "survived", "rate")

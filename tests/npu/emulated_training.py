@@ -44,8 +44,7 @@ class Gpt(nn.Module):
         x = self.tokens(ids[:, :-1]) + self.places(torch.arange(LENGTH, device=ids.device))
         for block in self.blocks:
             x = block(x)
-        logits = self.head(self.norm(x))
-        return f.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        return f.cross_entropy(self.head(self.norm(x)).flatten(0, 1), ids[:, 1:].flatten())
 
 
 def main() -> None:

@@ -210,8 +210,7 @@ def forty_additions() -> None:
     except RuntimeError as error:
         said(error)
     idle = torch.npu.Stream().synchronize
-    waits = (x.cpu, torch.npu.synchronize, torch.npu.current_stream().synchronize, idle)
-    for wait in waits:
+    for wait in (x.cpu, torch.npu.synchronize, torch.npu.current_stream().synchronize, idle):
         try:
             wait()
         except RuntimeError as error:

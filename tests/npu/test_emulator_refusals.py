@@ -111,8 +111,7 @@ def test_mask_the_wrong_way_round_in_the_backend_is_seen(monkeypatch: pytest.Mon
 def multiplied(**named: Any) -> Any:
     """A grouped product that is right but for what is named."""
     x, weight = torch.ones(4, 3).npu(), torch.ones(2, 3, 5).npu()
-    ends = torch.tensor([1, 4]).npu()
-    given = {"split_item": 3, "group_type": 0, "group_list": ends, **named}
+    given = {"split_item": 3, "group_type": 0, "group_list": torch.tensor([1, 4]).npu(), **named}
     return torch_npu.npu_grouped_matmul([x], given.pop("weight", [weight]), **given)
 
 

@@ -62,8 +62,7 @@ def run(operator: Any, args: Any, attrs: Any, *, gradient: bool) -> None:
 
 def kind_of(operator: Any, args: Any, attrs: Any) -> str:
     """The kind of the row that would serve a forward call."""
-    lines = operator.explain(*args, **attrs).lines
-    return str(next(line.kind for line in lines if line.taken))
+    return str(next(line.kind for line in operator.explain(*args, **attrs).lines if line.taken))
 
 
 def key(row: Row) -> tuple[str, str]:
@@ -176,8 +175,7 @@ def test_halves_of_one_tensor_are_not_copied() -> None:
     ids=["swapped", "of two tensors", "some rows", "quarters", "transposed"],
 )
 def test_what_are_not_halves_of_one_tensor_is_put_side_by_side(spoilt: Any) -> None:
-    fused = on_npu(3, 4, 16)
-    gate, up = spoilt(*fused.chunk(2, -1))
+    gate, up = spoilt(*on_npu(3, 4, 16).chunk(2, -1))
 
     size = gate.shape[-1]
     wanted = torch.cat((gate.cpu().reshape(-1, size), up.cpu().reshape(-1, size)), -1)

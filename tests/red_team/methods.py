@@ -173,8 +173,7 @@ class _Change:
         bound = inspect.signature(right).bind(*args, **named)
         bound.apply_defaults()
         own = vars(owner).get("generated_calls", 0)
-        is_aside = on_side_stream(self.backend)
-        call = Call({**bound.arguments, OWN: own}, history, is_aside)
+        call = Call({**bound.arguments, OWN: own}, history, on_side_stream(self.backend))
         applies = mistake.applies(call)
         owner.generated_calls = own + 1
         call.enter()

@@ -39,8 +39,7 @@ class Probe(NamedTuple):
 def probe(spec: OperatorSpec, dtype: torch.dtype, seed: int) -> Probe:
     """A call that the operator takes."""
     draw = random.Random(seed)
-    maker = SampleMaker(torch.device("cpu"), dtype, seed)
-    samples = list(spec.samples(maker))
+    samples = list(spec.samples(SampleMaker(torch.device("cpu"), dtype, seed)))
     signature = SIGNATURES[spec.name]
     for attempt in range(ATTEMPTS + 1):
         args, attrs = signature.bind(*_bound(draw.choice(samples)))

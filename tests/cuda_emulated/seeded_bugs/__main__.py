@@ -75,8 +75,8 @@ def read_tables() -> list[Bug]:
     bugs = []
     for path in sorted(TABLES.glob("*.toml")):
         tables = tomlkit.parse(path.read_text()).unwrap()
-        file = {"file": tables.pop("file")}
-        bugs += [Bug(family=path.stem, name=n, **file | table) for n, table in tables.items()]
+        usual = {key: tables.pop(key) for key in ("file", "found_by") if key in tables}
+        bugs += [Bug(family=path.stem, name=n, **usual | table) for n, table in tables.items()]
     names = [bug.name for bug in bugs]
     for name in names:
         if names.count(name) > 1:

@@ -72,8 +72,7 @@ def test_operators_of_torchs_database_are_right_but_for_the_list(tmp_path: Path)
     assert len(known) > 600
     assert set(MISSES) <= set(known), "an entry names no operator"
     wrong = {line["operator"]: line["misses"] for line in found if line["misses"]}
-    told = {name: misses for name, misses in wrong.items() if name not in MISSES}
-    assert told == {}
+    assert {name: misses for name, misses in wrong.items() if name not in MISSES} == {}
     for line in found:
         if miss := MISSES.get(line["operator"]):
             assert len(line["misses"]) == miss.samples, f"{line['operator']}: change or drop it"

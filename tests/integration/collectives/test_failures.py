@@ -86,8 +86,7 @@ def test_rank_that_does_not_come_is_named_within_the_time_limit(server: Server, 
 def test_rank_that_never_starts_is_named(server: Server) -> None:
     """By all the others at once, though one has waited less, and the other has the store."""
     settings = {"timeout_s": 4.0, "delays_s": [0.0, 2.0, None]}
-    outcomes = failed(server.run("one_call", 3, call="barrier", job=settings), 2)
-    for outcome in outcomes:
+    for outcome in failed(server.run("one_call", 3, call="barrier", job=settings), 2):
         assert outcome.ranks == (2,)
         assert "start: rank 2 did not come within 4 s" in outcome.error
 

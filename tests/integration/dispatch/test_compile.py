@@ -216,8 +216,7 @@ def test_policy_and_use_are_guarded_so_that_no_choice_is_stale() -> None:
     anychip.use("cpu")
     assert torch.equal(compiled(x), want)
     assert counter.frame_count == 3
-    kinds = {r.kind: r.calls for r in anychip.provenance().rows()}
-    assert kinds == {"native": 5, "reference": 1}
+    assert {r.kind: r.calls for r in anychip.provenance().rows()} == {"native": 5, "reference": 1}
 
 
 def test_policy_that_is_entered_on_every_step_compiles_once() -> None:
@@ -275,8 +274,7 @@ def test_autocast_in_compiled_code_gives_the_dtype_and_bits_of_eager(name: str, 
         want = function()
         got = torch.compile(function, backend="aot_eager", fullgraph=True)()
     assert bits(got) == bits(want)
-    lower = SPECS[name].autocast == "lower"
-    assert (tensors(got)[0].dtype == torch.bfloat16) == lower
+    assert (tensors(got)[0].dtype == torch.bfloat16) == (SPECS[name].autocast == "lower")
 
 
 @pytest.mark.parametrize("transform", ["vmap", "grad"])

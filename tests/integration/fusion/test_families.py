@@ -28,8 +28,7 @@ def trained(model: nn.Module) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Logits, loss and gradients."""
     made = model(families.tokens(), labels=families.tokens())
     made.loss.backward()
-    named = model.named_parameters()
-    grads = {path: p.grad.double() for path, p in named if p.grad is not None}
+    grads = {path: p.grad.double() for path, p in model.named_parameters() if p.grad is not None}
     return made.logits, made.loss, grads
 
 

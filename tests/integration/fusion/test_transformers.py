@@ -152,8 +152,7 @@ def test_fused_model_with_attention_dropout_is_the_operators_and_repeats(name: s
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     assert forward_calls()["attention_dropout"] == 2 * LAYERS
     assert report.fallbacks() == ()
-    other = gradients(model.eval())
-    assert not all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(first, gradients(model.eval()), strict=True))
     assert forward_calls()["attention"] == LAYERS
 
 
@@ -166,8 +165,7 @@ def test_fused_model_with_checkpointing_and_dropout_has_the_same_gradients(reent
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     if reentrant:
         model.enable_input_require_grads()
-    got = gradients(model)
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(gradients(model), want, strict=True))
     calls = forward_calls()
     assert (calls["rope"], calls["attention_dropout"]) == (3 * LAYERS, 3 * LAYERS)
     assert report.fallbacks() == ()

@@ -231,8 +231,7 @@ def test_table_next_to_bad_plugins_has_the_good_ones_ready(seen: Seen, name: str
 
 
 def test_table_with_one_ready_accelerator_marks_it_as_chosen(seen: Seen) -> None:
-    chosen = [name for name, records in seen.records.items() if records[0]["chosen"]]
-    assert chosen == ["fast"]
+    assert [name for name, records in seen.records.items() if records[0]["chosen"]] == ["fast"]
 
 
 def test_unchosen_plugins_are_never_imported(seen: Seen) -> None:
@@ -265,8 +264,7 @@ def test_distribution_with_unreadable_entry_points_is_reported(environment: Envi
 def test_thread_that_a_plugin_left_holds_up_nobody(environment: Environment) -> None:
     environment.add_plugin("threads", NOISY_BUT_GOOD["threads"])
     # Were the thread waited for, this would run into the limit of the process instead.
-    done = environment.anychip("doctor", "threads", ANYCHIP_PROBE_TIMEOUT="100000")
-    assert done.returncode == 0
+    assert environment.anychip("doctor", "threads", ANYCHIP_PROBE_TIMEOUT="100000").returncode == 0
 
 
 def test_process_that_a_probe_started_is_gone_afterwards(seen: Seen) -> None:

@@ -62,8 +62,7 @@ def test_cache_when_told_to_be_bypassed_probes_and_remembers(counted: Counted) -
 
 
 def _change_module(counted: Counted) -> None:
-    file = counted.site / "plugin_acme.py"
-    os.utime(file, ns=(1, 1))
+    os.utime(counted.site / "plugin_acme.py", ns=(1, 1))
 
 
 def _upgrade(counted: Counted) -> None:

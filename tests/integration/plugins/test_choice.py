@@ -69,9 +69,8 @@ def test_choose_with_several_wishes_takes_the_first_of_the_order(
 
 
 def test_choose_named_leaves_the_others_alone_and_says_so(fakes: Environment) -> None:
-    code = CHOOSE.format(arguments='"one"')
     answer = json.loads(
-        fakes.run_code(code, ANYCHIP_PROBE_TIMEOUT="0.001")
+        fakes.run_code(CHOOSE.format(arguments='"one"'), ANYCHIP_PROBE_TIMEOUT="0.001")
     )  # no probe would answer
     assert answer == {"name": "one", "same": True, "imported": ["plugin_one"]}
     candidates = {c["name"]: c for c in _decision(fakes, '"one"')["candidates"]}
@@ -141,8 +140,7 @@ def test_worker_without_a_name_does_not_probe_and_says_what_to_set(
 def test_worker_that_is_told_the_name_gets_it_without_a_probe(
     fakes: Environment, arguments: str, variables: dict[str, str]
 ) -> None:
-    decision = _decision(fakes, arguments, WORLD_SIZE="4", LOCAL_RANK="1", **variables)
-    assert decision["name"] == "one"
+    assert _decision(fakes, arguments, WORLD_SIZE="4", LOCAL_RANK="1", **variables)["name"] == "one"
     assert not fakes.cache.exists()
 
 

@@ -117,8 +117,7 @@ def test_doctor_finds_rows_that_fit_no_operator_and_packs_that_do_not_load(
     head = "from anychip.contract import OperatorTable\ntable = OperatorTable()\n"
     fakes.add_plugin("acme", head + row + source)
     for name, code in (("pack_wrong", PACK), ("pack_gone", "raise OSError('no lib')")):
-        groups = {"anychip.kernels": {f"acme.{name}": name}}
-        fakes.add_distribution(name.replace("_", "-"), groups)
+        fakes.add_distribution(name.replace("_", "-"), {"anychip.kernels": {f"acme.{name}": name}})
         fakes.add_module(name, code)
     done = fakes.anychip("doctor", "acme")
     assert done.returncode == 1, done.stdout

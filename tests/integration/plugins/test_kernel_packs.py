@@ -96,8 +96,7 @@ def test_broken_pack_is_an_error_that_names_it(
 def test_pack_with_a_row_for_no_operator_is_an_error_that_names_the_nearest(
     acme: Environment,
 ) -> None:
-    source = TABLE.replace('"rms_norm"', '"rms_nrm"')
-    _add_pack(acme, "acme.bad", "pack_bad", source)
+    _add_pack(acme, "acme.bad", "pack_bad", TABLE.replace('"rms_norm"', '"rms_nrm"'))
     done = acme.run("-c", "import anychip; anychip.use('acme')")
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].endswith(

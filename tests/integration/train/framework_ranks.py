@@ -85,8 +85,7 @@ class Case(NamedTuple):
 
 
 def examples() -> list[dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(5)
-    tokens = torch.randint(0, 96, (512, 12), generator=generator)
+    tokens = torch.randint(0, 96, (512, 12), generator=torch.Generator().manual_seed(5))
     return [{"input_ids": row, "labels": row} for row in tokens]
 
 
@@ -136,8 +135,7 @@ def in_accelerate(case: Case) -> list[Any]:
     model = case.model()
     optimizer = case.optimizer(model)
     scheduler, loader = LambdaLR(optimizer, rate), DataLoader(examples(), batch_size=2)
-    prepared = accelerator.prepare(model, optimizer, scheduler, loader)
-    model, optimizer, scheduler, loader = prepared
+    model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
     done, losses, found = 0, [], []
     if case.resumes:
         accelerator.load_state(case.saves)
@@ -298,8 +296,7 @@ def prepared(stage: int = 2, kind: Any = None, compiler: str | None = None, **op
 
 
 def prepare_as(kind: str) -> None:
-    kinds = importlib.import_module("accelerate").DistributedType
-    prepared(kind=kinds(kind))
+    prepared(kind=importlib.import_module("accelerate").DistributedType(kind))
 
 
 def clip_some() -> None:

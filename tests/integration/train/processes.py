@@ -85,8 +85,7 @@ def is_running(pid: int) -> bool:
 
 def rows(out: Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl without the figures that no two runs have in common."""
-    lines = (out / "metrics.jsonl").read_text().splitlines()
-    found = [json.loads(line) for line in lines]
+    found = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     for row in found:
         for name in ("tokens_per_s", *report.MEASURED):
             row.pop(name, None)

@@ -49,13 +49,11 @@ def finished(here: Path, trained: Path) -> Path:
 def answer(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
     """What a command that ends well prints as JSON."""
     assert run([*words, "--json"]) == 0
-    told = capsys.readouterr()
-    return json.loads(told.out)
+    return json.loads(capsys.readouterr().out)
 
 
 def evaluations(out: str) -> list[dict[str, Any]]:
-    lines = Path(out, "eval.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    return [json.loads(line) for line in Path(out, "eval.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize(("arrangement", "rel"), [

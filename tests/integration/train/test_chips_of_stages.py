@@ -28,8 +28,7 @@ PIPELINE = "parallel.pipeline=2"
 def minichip(tmp_path_factory: pytest.TempPathFactory) -> str:
     made = tmp_path_factory.mktemp("chips") / "libminichip.so"
     flags = ["-std=c11", "-O2", "-shared", "-fPIC", "-pthread", f"-I{include_directory()}"]
-    source = ROOT / "examples/minichip/minichip.c"
-    subprocess.run(["gcc", *flags, source, "-o", made], check=True)
+    subprocess.run(["gcc", *flags, ROOT / "examples/minichip/minichip.c", "-o", made], check=True)
     return str(made)
 
 
@@ -68,8 +67,7 @@ def test_two_replicas_on_two_chips_follow_the_hosts_losses(
     """With the host's kernels, and ZeRO between the replicas of a stage."""
     args = (PIPELINE, "--steps", "8", "optimizer.stage=2")
     for name, backend in {"host": "cpu", "mixed": f"cpu,{minichip}"}.items():
-        where = tmp_path / name
-        train(ranks, where, *args, "--backend", backend, world_size=4, by="train")
+        train(ranks, tmp_path / name, *args, "--backend", backend, world_size=4, by="train")
     host, mixed = ([row["loss"] for row in rows(tmp_path / name)] for name in ("host", "mixed"))
     assert mixed == pytest.approx(host, rel=1e-4)  # float32 on both; the order of sums differs
 

@@ -100,8 +100,7 @@ def test_weights_alone_are_loaded_and_masters_are_what_was_saved(folder: Path) -
 
 
 def test_plain_tensors_are_loaded_by_torch_without_ranks(folder: Path) -> None:
-    model = fsdp2_ranks.make()
-    state = {"model": model.state_dict()}
+    state = {"model": fsdp2_ranks.make().state_dict()}
     want = stored(folder / "ours" / "checkpoint")
     dcp.load(state, storage_reader=Reader(folder / "ours"), no_dist=True)
     got = {f"model.{name}": value for name, value in state["model"].items()}

@@ -58,8 +58,7 @@ def losses(out: Path) -> list[float]:
 
 
 def load(folder: Path) -> Any:
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return model.train()
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
 
 
 def batches(tokens: Tensor, context: int = CONTEXT) -> Iterator[tuple[Tensor, Tensor]]:
@@ -229,8 +228,7 @@ def test_average_of_the_weights_is_exported_evaluated_and_sampled(
         anychip("export", str(tmp_path / f"run{steps}"), str(tmp_path / f"out{steps}"))
         weights.append(load(tmp_path / f"out{steps}").state_dict())
     anychip("export", str(tmp_path / "run2"), str(tmp_path / "average"), "--ema")
-    got = load(tmp_path / "average")
-    for name, value in got.state_dict().items():
+    for name, value in load(tmp_path / "average").state_dict().items():
         want = weights[0][name].double()
         for after in weights[1:]:
             want = decay * want + (1.0 - decay) * after[name].double()
@@ -319,8 +317,7 @@ def test_what_cannot_be_trained_is_refused_with_a_sentence_and_nothing_is_writte
     words = words if "model.context=65" in words else [*words, f"model.context={CONTEXT}"]
     given = ["--model", str(folder), "--data", text, "--out", str(tmp_path / "run")]
     anychip("train", *given, "--backend", "cpu", *words, code=2)
-    told = capsys.readouterr().err.strip().splitlines()
-    assert answer in told[-1]
+    assert answer in capsys.readouterr().err.strip().splitlines()[-1]
     assert not (tmp_path / "ran").exists()
     assert not (tmp_path / "run").exists()
 

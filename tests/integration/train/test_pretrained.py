@@ -133,8 +133,7 @@ def test_model_of_transformers_is_exported_and_loaded_under_its_names(
     tmp_path: Path, family: str
 ) -> None:
     model = families.build(family).eval()
-    opt = optimizer_of(model, alone())
-    checkpoint.save(tmp_path / "run", step=0, model=model, optimizer=opt)
+    checkpoint.save(tmp_path / "run", step=0, model=model, optimizer=optimizer_of(model, alone()))
     out = tmp_path / "exported"
     pretrained.export(tmp_path / "run", out, config=model.config.to_dict(), part_nbytes=50_000)
     other = type(model).from_pretrained(out)

@@ -161,8 +161,7 @@ def test_run_goes_on_with_other_ranks_as_if_nothing_had_happened(
 def test_wrong_use_is_a_message_of_every_rank_and_nothing_is_written(
     ranks: Server, tmp_path: Path, args: tuple[str, ...], answer: str
 ) -> None:
-    ended = ranks.run("train", *SETTINGS, *args, "--out", "out", world_size=2, cwd=tmp_path)
-    for rank in ended:
+    for rank in ranks.run("train", *SETTINGS, *args, "--out", "out", world_size=2, cwd=tmp_path):
         assert rank.code == 2
         assert rank.err.startswith("anychip: ")
         assert answer in rank.err

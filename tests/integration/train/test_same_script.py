@@ -44,8 +44,7 @@ def _train(server: Server, backend: str, cwd: Path, *, steps: int, out: str) -> 
     assert [(rank.code, rank.err) for rank in ended] == [(0, ""), (0, "")]
     assert ended[1].out == ""
     rows = [line.split() for line in ended[0].out.splitlines()]
-    served = {row[0] for row in rows if "native" in row and backend in row}
-    assert served == NATIVE[backend]
+    assert {row[0] for row in rows if "native" in row and backend in row} == NATIVE[backend]
     return [float(row[3].rstrip(",")) for row in rows if row[0] == "step"]
 
 
@@ -72,8 +71,7 @@ def test_script_learns_alike_on_both_chips(
 def test_script_goes_on_with_another_chip(
     server: Server, ours: list[float], tmp_path: Path
 ) -> None:
-    begun = _train(server, "cpu", tmp_path, steps=STEPS - 10, out="out")
-    assert begun == ours[:-10]
+    assert _train(server, "cpu", tmp_path, steps=STEPS - 10, out="out") == ours[:-10]
     before = _model(tmp_path / "out")
     ended = _train(server, "toy", tmp_path, steps=STEPS, out="out")
     assert ended == pytest.approx(ours[-10:], rel=BOUND)

@@ -84,8 +84,7 @@ def train(
     if stage == 3:
         *units, root = opt.sharded.units
         assert len(units) == 3
-        largest = max(unit.nbytes for unit in units)
-        assert opt.sharded.peak_whole_nbytes == root.nbytes + 2 * largest
+        assert opt.sharded.peak_whole_nbytes == root.nbytes + 2 * max(unit.nbytes for unit in units)
     with opt.whole():
         return found, [param.detach().clone() for param in model.parameters()]
 

@@ -17,8 +17,7 @@ NUMBERS = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
 
 
 def _call(gradient: Tensor) -> list[list[Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    average = torch.randn(gradient.shape, generator=generator)
+    average = torch.randn(gradient.shape, generator=torch.Generator().manual_seed(1))
     average[:300] = 0.0  # a block without a scale, and a part of one
     lists = [[torch.ones(gradient.shape)], [gradient]]
     for form, values in ((SIGNED, average), (UNSIGNED, average.square())):

@@ -20,13 +20,7 @@ from anychip import ops
 from anychip.operators.adamw_8bit import SIGNED, UNSIGNED
 from anychip_cpu import native
 from anychip_cpu.backend import CpuBackend
-from tests.unit.dispatch.calls import (
-    DIFFERENTIABLE,
-    PRODUCTS,
-    SPECS,
-    bits,
-    gradients,
-)
+from tests.unit.dispatch import calls
 from tests.unit.operators.exactness import assert_close
 
 needs_native = pytest.mark.skipif(native.kernels is None, reason=str(native.problem))
@@ -47,10 +41,10 @@ def threads() -> Iterator[None]:
 
 
 @needs_native
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", calls.SPECS)
 def test_row_of_every_operator_is_there_in_both_directions(name: str) -> None:
     assert CpuBackend.operators.rows(name, "forward")
-    assert bool(CpuBackend.operators.rows(name, "backward")) == (name in DIFFERENTIABLE)
+    assert bool(CpuBackend.operators.rows(name, "backward")) == (name in calls.DIFFERENTIABLE)
 
 
 # OpenMP
@@ -84,7 +78,7 @@ def test_native_module_of_another_interface_is_not_used(monkeypatch: pytest.Monk
 ATTRIBUTES = ("dequantize", "group_norm", "hadamard", "permute", "top_k")
 """Not without attributes; tests/unit/operators runs them with one thread and with two."""
 
-NATIVE = [n for n in SPECS if n == "attention" or n not in (*ATTRIBUTES, *PRODUCTS)]
+NATIVE = [n for n in calls.SPECS if n == "attention" or n not in (*ATTRIBUTES, *calls.PRODUCTS)]
 
 
 def _large(name: str, dtype: torch.dtype) -> tuple[Any, ...]:
@@ -159,11 +153,11 @@ def _steps(normal: Callable[..., Tensor]) -> dict[str, tuple[Any, ...]]:
 def _results(name: str, dtype: torch.dtype) -> Any:
     args = _large(name, dtype)
     leaves = []
-    for label, arg in zip(SPECS[name].signature[1:].split(", "), args, strict=False):
-        if label.split()[-1].split("=")[0] in SPECS[name].differentiable:
+    for label, arg in zip(calls.SPECS[name].signature[1:].split(", "), args, strict=False):
+        if label.split()[-1].split("=")[0] in calls.SPECS[name].differentiable:
             leaves.append(arg.requires_grad_())
     outputs = getattr(ops, name)(*args)
-    return bits([outputs, list(args), gradients(outputs, leaves) if leaves else []])
+    return calls.bits([outputs, list(args), calls.gradients(outputs, leaves) if leaves else []])
 
 
 @pytest.mark.grid
@@ -201,7 +195,7 @@ def test_native_row_has_the_same_bits_for_every_number_of_threads_and_instructio
 )
 def test_backward_reads_residuals_that_are_not_contiguous(name: str, width: int) -> None:
     rows = 64
-    spec = SPECS[name]
+    spec = calls.SPECS[name]
     x = torch.randn(rows, width)
     if name == "cross_entropy":
         saved: list[Tensor] = [x, torch.randint(width, (rows,)), x.logsumexp(-1)]
@@ -219,7 +213,7 @@ def test_backward_reads_residuals_that_are_not_contiguous(name: str, width: int)
     backward = getattr(torch.ops.anychip, f"{name}_backward")
     want = backward(grad, *saved, *tail)
     for _ in range(20):  # memory that is freed too early is not overwritten every time
-        assert bits(backward(spread(grad), *map(spread, saved), *tail)) == bits(want)
+        assert calls.bits(backward(spread(grad), *map(spread, saved), *tail)) == calls.bits(want)
 
 
 # attention and linear, of which torch computes some

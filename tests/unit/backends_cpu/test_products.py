@@ -99,8 +99,7 @@ def test_linear_keeps_the_shape_of_x_in_both_directions(shape: tuple[int, ...], 
     grad = drawn(*want.shape, seed=3)
     assert_close(products.linear(x, weight, bias, out_dtype=None), want.detach(), 300)
     want.backward(grad.double())
-    needs = (True, True, True)
-    found = products.linear_backward(grad, x, weight, out_dtype=None, needs=needs)
+    found = products.linear_backward(grad, x, weight, out_dtype=None, needs=(True, True, True))
     for got, leaf in zip(found, wide, strict=True):
         assert got is not None
         assert leaf.grad is not None

@@ -136,8 +136,7 @@ def test_rows_that_torch_computes_quicker_are_left_to_it() -> None:
 
 def test_packed_sequences_have_the_bits_of_each_by_itself() -> None:
     q, k = torch.randn(310, 4, 32), torch.randn(320, 2, 32)
-    ends = [torch.tensor(e) for e in ENDS]
-    packed = ops.attention_varlen(q, k, k, *ends, causal=True)
+    packed = ops.attention_varlen(q, k, k, *[torch.tensor(e) for e in ENDS], causal=True)
     own = slice(100, 297)
     alone = ops.attention(q[None, own], k[None, own], k[None, own], causal=True)
     assert bits(packed[own]) == bits(alone[0])

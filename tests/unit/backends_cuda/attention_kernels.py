@@ -125,8 +125,7 @@ class Kernels:
         assert (max_q, max_k) == (q.shape[1], k.shape[1])
         assert lse.shape[2] % 32 == 0
         assert torch.isposinf(lse[..., q.shape[1] :]).all()
-        found = backward(grad, q, k, v, y, lse[..., : q.shape[1]], mask == 2, scale)
-        return (*found, None)
+        return (*backward(grad, q, k, v, y, lse[..., : q.shape[1]], mask == 2, scale), None)
 
     def _check_flash(self, tensors: Sequence[Tensor], p: float) -> None:
         assert p == 0.0

@@ -60,5 +60,4 @@ def test_transport_is_nccl_with_a_device_of_its_own_and_a_watchdog_that_leaves_t
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: known)
     job: Any = Recorded()
     assert anychip_backend().transport(job) == "the transport"
-    wishes = {"capabilities": capabilities(), "identity": "abc"}
-    assert job.asked == ("nccl", "cuda", wishes, found)
+    assert job.asked == ("nccl", "cuda", {"capabilities": capabilities(), "identity": "abc"}, found)

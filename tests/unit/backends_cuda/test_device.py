@@ -72,8 +72,7 @@ def test_properties_of_a_divided_device_guess_no_bandwidth(
     ],
 )  # fmt: skip
 def test_rates_are_those_of_the_data_sheet_or_none(name: str, tflops: int | None) -> None:
-    found = device.rates(name)
-    assert found.get(torch.bfloat16) == (None if tflops is None else tflops * 1e12)
+    assert device.rates(name).get(torch.bfloat16) == (None if tflops is None else tflops * 1e12)
 
 
 def test_identity_names_device_driver_and_torchs_version(

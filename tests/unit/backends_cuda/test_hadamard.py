@@ -29,8 +29,7 @@ def test_every_length_is_the_product_with_the_matrix(
 ) -> None:
     # A part of a tile, one tile and a part, of the kernels that have several transforms in one.
     rows = max(1, 1_100 // length) if length <= 1024 else 2 if length <= 8192 else 1
-    generator = torch.Generator().manual_seed(length)
-    x = torch.randn(rows, length, generator=generator).to(dtype)
+    x = torch.randn(rows, length, generator=torch.Generator().manual_seed(length)).to(dtype)
     got = chip.call("hadamard", "forward", x, block=None)
     # Each entry is a sum of `length` terms in a tree, then one product.
     assert_close(got, _want(x.double(), length), 2 + math.log2(length))

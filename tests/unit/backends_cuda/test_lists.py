@@ -27,10 +27,9 @@ SHIFTS = (0, 1, 2, 3, 5, 7)
 def _many(chip: Chip, dtype: torch.dtype | None = None) -> list[Tensor]:
     """More tensors than a launch takes, of every size and shift, of one type or of all."""
     types = (FP32, BF16, FP16) if dtype is None else (dtype,)
-    sizes = [*SIZES, *(7 + 3 * n for n in range(170))]
     return [
         chip.at(drawn(size, dtype=types[n % len(types)], seed=n), SHIFTS[n % len(SHIFTS)])
-        for n, size in enumerate(sizes)
+        for n, size in enumerate([*SIZES, *(7 + 3 * n for n in range(170))])
     ]
 
 

@@ -132,5 +132,4 @@ def test_no_tokens_give_offsets_of_zero(chip: Chip) -> None:
 
 
 def test_scratch_of_huge_sizes_is_counted_in_64_bits(chip: Chip) -> None:
-    scratch = chip.kernels.native.permutation_scratch
-    assert scratch(2**31 - 1, 1024) == 1025 * (2 + 2**21)
+    assert chip.kernels.native.permutation_scratch(2**31 - 1, 1024) == 1025 * (2 + 2**21)

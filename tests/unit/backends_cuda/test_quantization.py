@@ -84,8 +84,7 @@ def test_numbers_that_are_not_finite_or_tiny_stay_in_their_block(
 def test_dequantize_is_the_product_of_code_and_scale(
     chip: Chip, numel: int, block: int, format: str
 ) -> None:
-    x = drawn(numel, dtype=torch.float32)
-    codes, scales = _want(x, None, format, block)
+    codes, scales = _want(drawn(numel, dtype=torch.float32), None, format, block)
     attrs = {"shape": (numel,), "format": format, "block": block}
     want = operators.dequantize.forward(codes, scales, **attrs)
     # Codes at an odd address, too: no access of several bytes.

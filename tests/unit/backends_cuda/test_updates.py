@@ -204,8 +204,7 @@ def test_lion_does_not_move_where_nothing_does(chip: Chip) -> None:
 @RULES
 @pytest.mark.parametrize("found", [1.0, math.inf, math.nan], ids=str)
 def test_found_inf_leaves_every_bit(chip: Chip, rule: str, found: float) -> None:
-    sizes = (5, 1030, 16390)
-    given = _step(chip, sizes, param=BF16, low=FP16, scalars=(1024.0, None, found))
+    given = _step(chip, (5, 1030, 16390), param=BF16, low=FP16, scalars=(1024.0, None, found))
     before = copied(given)
     _run(chip, rule, given)
     assert same(given.everything(), before.everything())
@@ -217,13 +216,11 @@ def test_update_writes_nothing_beside_its_tensors(chip: Chip, rule: str) -> None
     edges = ((1, 4), (7, 20_010), (20_011, 20_011), (20_016, 39_999))
     parts = [[room[a:b] for a, b in edges] for room in rooms]
     step = torch.tensor(3.0, device=chip.device)
-    given = Step(parts[0], parts[1], parts[2:4], step, low=parts[4])
-    _run(chip, rule, given)
+    _run(chip, rule, Step(parts[0], parts[1], parts[2:4], step, low=parts[4]))
     touched = torch.zeros(40_000, dtype=torch.bool)
     for a, b in edges:
         touched[a:b] = True
-    written = [rooms[0], *rooms[2 : 2 + STATES[rule]], rooms[4]]
-    for room in written:
+    for room in [rooms[0], *rooms[2 : 2 + STATES[rule]], rooms[4]]:
         # A second average stays 1 for a gradient of 1; everything else moves.
         assert not bool((room.cpu() != 1.0)[~touched].any())
     assert torch.equal(rooms[0].cpu() != 1.0, touched)
@@ -285,8 +282,7 @@ def test_sums_of_steps_and_parameters(chip: Chip, shift: int) -> None:
 def test_lamb_without_trust_has_the_bits_of_lamb_with_its_sums(
     chip: Chip, low: torch.dtype | None
 ) -> None:
-    sizes = (0, 5, 1024, 5000, 20_001)
-    given = _step(chip, sizes, low=low, scalars=SCALED)
+    given = _step(chip, (0, 5, 1024, 5000, 20_001), low=low, scalars=SCALED)
     given.params[1].zero_()
     other = copied(given)
     trust = trust_ratios(_sums(chip, given).cpu()).to(chip.device)

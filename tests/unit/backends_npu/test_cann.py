@@ -67,8 +67,7 @@ def everything() -> list[object]:
 def test_library_that_answers_is_understood(load: Load) -> None:
     load(WHOLE)
     assert cann.missing_library(cann.LIBRARIES) == ""
-    told = ["8.5.1", "Ascend910B3", 8, "EZ9999: inner error", True, False]
-    assert everything() == told
+    assert everything() == ["8.5.1", "Ascend910B3", 8, "EZ9999: inner error", True, False]
 
 
 def test_library_that_refuses_gives_no_figures(load: Load) -> None:

@@ -57,8 +57,7 @@ def test_answer_names_what_is_missing_and_what_helps(
 
 
 def test_findings_have_a_line_for_each_part_and_mark_what_fails() -> None:
-    works = (True, "import torch works")
-    assert [(f.ok, f.text) for f in findings(READY, works)] == [
+    assert [(f.ok, f.text) for f in findings(READY, (True, "import torch works"))] == [
         (True, "torch_npu 2.13.0, made for torch==2.13.0.*; torch 2.13.0+cpu"),
         (True, "CANN 8.5.0: its libraries open"),
         (True, "import torch works"),

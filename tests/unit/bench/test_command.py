@@ -155,8 +155,7 @@ def test_bench_prints_and_writes_what_was_measured(
     assert given == {"rounds": 4, "steps": 2}
     page = next((tmp_path / "pages").glob("train_*.md"))
     assert "| ZeRO-2 | 20.00 | 15.00 | 0.95 | 0.93 | 690.00 |" in page.read_text()
-    again = json.loads(page.with_suffix(".json").read_text())
-    assert again["rows"] == written["rows"]
+    assert json.loads(page.with_suffix(".json").read_text())["rows"] == written["rows"]
     assert page.with_suffix(".png").exists()
 
 

@@ -90,8 +90,7 @@ def test_bench_ops_has_a_row_per_direction(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(operators._cases().keys() - RANDOM))
 def test_bench_ops_compares_with_the_same_computation(name: str) -> None:
     # A peer that computes something else would make the ratio worthless.
-    maker = SampleMaker(torch.device("cpu"), torch.float32)
-    case = operators._cases()[name](maker)
+    case = operators._cases()[name](SampleMaker(torch.device("cpu"), torch.float32))
     assert case.eager is not None
     if registered()[name].signature.written:
         copy = operators._cases()[name](SampleMaker(torch.device("cpu"), torch.float32))

@@ -27,8 +27,7 @@ def losses_of_one_process() -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, foreach=False)
     losses = []
     for _ in range(STEPS + 1):
-        logits = model(tokens)
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        loss = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -41,8 +41,7 @@ def test_stub_of_every_operator_runs_as_it_is_pasted(name: str) -> None:
 
 
 def test_stub_of_a_third_partys_operator_finds_its_spec() -> None:
-    operator = polynomial("described", kind="residual")
-    table = _pasted(stub(operator.spec))
+    table = _pasted(stub(polynomial("described", kind="residual").spec))
     x = torch.tensor([2.0, 3.0])
     assert [(row.operator, row.direction) for row in table] == [
         ("described", "forward"),
@@ -85,8 +84,7 @@ def test_operators_as_json_and_as_a_list_has_every_operator(
     assert (found["clip"]["writes"], found["clip"]["backward"]) == (["tensors"], None)
     assert found["linear"]["backward"]["deferrable"] == ["weight", "bias"]
     assert group.run(["operators"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert {line.split()[0] for line in lines[1:]} == set(found)
+    assert {line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]} == set(found)
 
 
 def test_operators_with_a_wrong_name_is_wrong_use(capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,8 +71,7 @@ def is_open(store: HashStore) -> bool:
 
 
 def lost(rank: int) -> Failure:
-    reason = f"rank {rank} is lost: its process was killed or has crashed"
-    return Failure((rank,), reason)
+    return Failure((rank,), f"rank {rank} is lost: its process was killed or has crashed")
 
 
 def die(end: Liveness) -> None:

@@ -156,8 +156,7 @@ def test_process_that_nobody_meets_gives_up_and_is_not_counted(
     with pytest.raises(CommunicationError, match=r"1 came to generation 1 within 0\.3 s; this pro"):
         new.result(30)
     assert generations.num_waiting(ranks.store, 0) == 0
-    alone = ranks.come("old", 3, at_least=1, at_most=1)
-    assert alone.result(30) == Seat(1, 0, 1)
+    assert ranks.come("old", 3, at_least=1, at_most=1).result(30) == Seat(1, 0, 1)
 
 
 @pytest.mark.parametrize(

@@ -206,8 +206,7 @@ def test_call_that_one_rank_makes_differently_fails_on_all(
     mistake: str, check: str, staged: str | None
 ) -> None:
     call, told = MISTAKES[mistake]
-    errors = errors_of(3, call, check=check, heartbeat_s=0.1, staged=staged)
-    for rank, error in enumerate(errors):
+    for rank, error in enumerate(errors_of(3, call, check=check, heartbeat_s=0.1, staged=staged)):
         assert str(error).startswith(f"world, rank {rank} of 3: ")
         assert "the ranks disagree in call #1: " in str(error)
         assert told in str(error)

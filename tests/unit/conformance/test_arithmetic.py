@@ -87,8 +87,7 @@ def test_recursive_sum_of_random_terms_has_rms_below_spread(count: int, mean: fl
 def test_product_of_matrices_has_the_bound_of_its_sums() -> None:
     a, b = RNG.standard_normal((7, 33)), RNG.standard_normal((33, 5))
     product = matmul(Rounded.exact(a), Rounded.exact(b))
-    terms = Rounded.exact(a)[:, :, None] * Rounded.exact(b)[None]
-    total = terms.sum(1)
+    total = (Rounded.exact(a)[:, :, None] * Rounded.exact(b)[None]).sum(1)
     np.testing.assert_allclose(product.value, total.value, rtol=1e-12)
     np.testing.assert_allclose(product.worst, total.worst, rtol=1e-6)
     np.testing.assert_allclose(product.spread, total.spread, rtol=1e-6)

@@ -50,8 +50,7 @@ def test_correctly_rounded_result_is_within_and_a_neighbour_is_not(dtype: torch.
 @DTYPES
 def test_truncation_in_place_of_rounding_fails(dtype: torch.dtype) -> None:
     want = np.random.default_rng(2).standard_normal(500)
-    format = FORMATS[dtype]
-    step = ulp(want, format)
+    step = ulp(want, FORMATS[dtype])
     truncated = torch.tensor(np.trunc(want / step) * step).to(dtype)
     assert measure("y", truncated, Rounded(want, np.zeros(500), np.zeros(500))).failure is not None
 

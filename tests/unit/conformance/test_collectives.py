@@ -43,8 +43,7 @@ def test_want_is_the_exact_sum() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32, torch.int64], ids=str)
 def test_integers_of_a_trial_use_their_type_and_their_sum_fits(dtype: torch.dtype) -> None:
-    device = torch.device("cpu")
-    trial = rank_trials.Trial(alone(), device, dtype, "integers")
+    trial = rank_trials.Trial(alone(), torch.device("cpu"), dtype, "integers")
     values = trial.input(0, 1000).to(torch.int64)
     assert 16 * int(values.abs().max()) <= torch.iinfo(dtype).max
     assert 20 * int(values.abs().max()) > torch.iinfo(dtype).max

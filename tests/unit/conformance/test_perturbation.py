@@ -260,8 +260,7 @@ def test_argument_that_is_written_tells_of_itself() -> None:
 )  # fmt: skip
 def test_others_of_a_value_are_of_its_kind_and_one_is_not_it(value: Any) -> None:
     found = list(others(value))
-    kind = list if isinstance(value, tuple) else type(value)
-    assert {type(other) for other in found} == {kind}
+    assert {type(other) for other in found} == {list if isinstance(value, tuple) else type(value)}
     if isinstance(value, torch.Tensor):
         assert {other.dtype for other in found} == {value.dtype}
         # Of zeros, -0 is one whose sign alone is another.

@@ -109,8 +109,7 @@ def numbers_of(cell: str) -> list[float]:
 def agree(made: str, page: Sequence[str]) -> None:
     """Powers of 2 differ by no more than CLOSE, and how rare a number is by as much."""
     for new, old in zip(cells(made)[1:], page[1:], strict=True):
-        pairs = zip(numbers_of(new), numbers_of(old), strict=True)
-        for one, other in pairs:
+        for one, other in zip(numbers_of(new), numbers_of(old), strict=True):
             is_power = "/" in old
             assert abs(one - other if is_power else np.log2(one / other)) <= CLOSE, (new, old)
 
@@ -145,8 +144,7 @@ def test_smallest_defect_is_found_in_every_run_and_half_of_it_is_not() -> None:
 
 def test_too_few_numbers_are_not_found_by_the_statistical_limits() -> None:
     for count, enough in ((STATISTICAL_COUNT - 1, False), (STATISTICAL_COUNT, True)):
-        number = Rounded.exact(np.ones(count))
-        result = Result.joined([number], FORMATS[torch.float32])
+        result = Result.joined([Rounded.exact(np.ones(count))], FORMATS[torch.float32])
         assert bool(result.found(result.value * 1.5).statistical) == enough
 
 

@@ -58,8 +58,7 @@ class Run:
         results = self.forward(args, attrs, lower=lower)
         with np.errstate(all="ignore"):
             wanted = self.oracle.forward(*map(numbers, self.args), **self.attrs)
-        forms = self.forms()
-        pairs = list(zip(results, wanted, forms, strict=True))
+        pairs = list(zip(results, wanted, self.forms(), strict=True))
         if not self.signature.written:
             pairs = pairs[: self.signature.num_outputs]
         found = [self.compare(got.to(form), want) for got, want, form in pairs]
@@ -91,10 +90,9 @@ class Run:
         assert self.spec.backward is not None
         count = self.signature.num_outputs
         generator = torch.Generator().manual_seed(9)
-        forms = self.forms()
         grads = [
             torch.randn(y.shape, generator=generator).to(form)
-            for y, form in zip(results[:count], forms, strict=False)
+            for y, form in zip(results[:count], self.forms(), strict=False)
         ]
         outputs = ["y"] if count == 1 else [f"y{i}" for i in range(count)]
         named = dict(zip(self.signature.positional, args, strict=True))
@@ -112,10 +110,9 @@ class Run:
             wanted = self.oracle.backward(
                 tuple(map(numbers, grads)), *map(numbers, self.args), **self.attrs
             )
-        pairs = zip(self.spec.differentiable, found, wanted, strict=True)
         return [
             self.compare(got.to(named[name].dtype), want)
-            for name, got, want in pairs
+            for name, got, want in zip(self.spec.differentiable, found, wanted, strict=True)
             if got is not None and want is not None
         ]
 
@@ -227,6 +224,5 @@ def test_product_of_tf32_factors_fails_statistically_at_every_length(length: int
 
 def test_rounding_to_tf32_keeps_ten_bits() -> None:
     x = torch.tensor([1.0, 1.0 + 2.0**-10, 1.0 + 2.0**-11, 1.0 + 3 * 2.0**-11, -3.14159, 1e-30])
-    want = [1.0, 1.0 + 2.0**-10, 1.0, 1.0 + 2.0**-9]
-    assert tf32(x)[:4].tolist() == want
+    assert tf32(x)[:4].tolist() == [1.0, 1.0 + 2.0**-10, 1.0, 1.0 + 2.0**-9]
     assert ((tf32(x) - x).abs() <= x.abs() * 2.0**-11).all()

@@ -173,8 +173,7 @@ def test_hashes_tell_two_versions_of_a_file_apart(
 
 
 def test_junit_has_a_testcase_per_case_and_says_why(good: Report, wrong: Report) -> None:
-    root = ElementTree.fromstring(to_junit(wrong))
-    suite = root.find("testsuite")
+    suite = ElementTree.fromstring(to_junit(wrong)).find("testsuite")
     assert suite is not None
     cases = {f"{c.get('classname')}/{c.get('name')}": c for c in suite.iter("testcase")}
     assert len(cases) == len(wrong.results) == int(suite.attrib["tests"]) == 5
@@ -316,8 +315,7 @@ def test_page_draws_coverage_and_what_lacks_pairs_first(good: Report) -> None:
     assert 'id="coverage"' not in to_html(good)
     assert "#coverage" not in to_html(good)
     groups = coverage_groups(replace(good, coverage=COVERAGE))
-    shown = [(g.title, [name for name, _, _ in g.operators]) for g in groups]
-    assert shown == [
+    assert [(g.title, [name for name, _, _ in g.operators]) for g in groups] == [
         ("Pairs that no call has", ["softmax", "linear"]),
         ("Every pair, strength 3", ["swiglu"]),
         ("Every pair, strength 2", ["gelu"]),

@@ -60,8 +60,7 @@ def half(x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> Any:
 def test_run_of_a_selection_finds_a_row_that_fits_no_operator() -> None:
     table = make_table(ROWS)
     table.forward("soft_max")(ROWS["softmax", "forward"])
-    chip = backend(operators=table)
-    report = conformance.run(chip, select="operators/rms_norm/fp32/4x8")
+    report = conformance.run(backend(operators=table), select="operators/rms_norm/fp32/4x8")
     assert {r.case: r.outcome for r in report.results} == {
         "operators/rms_norm/fp32/4x8": "passed",
         "device/rows": "failed",
@@ -81,8 +80,7 @@ def test_report_says_of_every_row_what_it_served_and_refused_and_why() -> None:
     assert set(known) == {("rms_norm", "native"), ("rms_norm", "reference")}
     assert known["rms_norm", "native"]["calls"] == 0
     calls = known["rms_norm", "reference"]["calls"]
-    size = "hidden must be in 1048576 to 2097151"
-    reasons = {size: calls, "x is torch.float32": calls}
+    reasons = {"hidden must be in 1048576 to 2097151": calls, "x is torch.float32": calls}
     assert dict(report.refusals(known["rms_norm", "native"])) == reasons
     for reason in reasons:
         assert f"refused {calls}: {reason}" in text

@@ -143,8 +143,7 @@ def test_search_that_finds_no_end_says_so_and_errors_are_no_pass() -> None:
             raise RuntimeError("the chip is away")
         return len(forbid) == len(PARTS)
 
-    found = culprit.accuse(PARTS, train, train)
-    assert f"not found in {culprit.TRIALS} trainings" in found
+    assert f"not found in {culprit.TRIALS} trainings" in culprit.accuse(PARTS, train, train)
     assert len(asked) == culprit.TRIALS
     assert asked[1] == {f"op{n}": {f"row{n}"} for n in range(13)}
     assert selection.current.policy.forbid == {}

@@ -29,8 +29,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict
 
     def make(folder: Path) -> None:
         codes = [f"-gencode=arch=compute_{n},code=sm_{n}" for n in (80, 90)]
-        words = ["nvcc", "-O3", *codes, "-c", CASES, "-o", folder / "cases.o"]
-        subprocess.run(words, check=True)
+        subprocess.run(["nvcc", "-O3", *codes, "-c", CASES, "-o", folder / "cases.o"], check=True)
 
     compiled = made("sass", make) / "cases.o"
     report = tmp_path_factory.mktemp("sass") / "report.json"

@@ -98,8 +98,7 @@ def test_error_appears_at_the_call_that_the_device_reports_it_at(
 ) -> None:
     """1: the launch; 2: the synchronization."""
     for scenario, where in (("when a kernel fails", kernel), ("when a shape is wrong", shape)):
-        found = run("plain", "guards", scenario, delayed=delayed)
-        assert found.output == f"0 cudaSuccess: {where}"
+        assert run("plain", "guards", scenario, delayed=delayed).output == f"0 cudaSuccess: {where}"
 
 
 def numbers(scenario: str, **settings: str) -> list[int]:

@@ -98,8 +98,7 @@ def test_paired_row_second_derivative_is_20(kind: str, door: str, install: Insta
 
 
 def test_double_backward_error_raises_through_both_doors() -> None:
-    operator = polynomial("poly_once", double_backward="error")
-    for function in _doors(operator).values():
+    for function in _doors(polynomial("poly_once", double_backward="error")).values():
         x = torch.tensor(3.0, requires_grad=True)
         assert torch.autograd.grad(function(x), x)[0].item() == 33.0
         with pytest.raises(RuntimeError, match="poly_once: its gradient cannot be differentiated"):
@@ -127,8 +126,7 @@ def test_jacobian_vectorized_equals_the_loop() -> None:
 
 def _weights() -> list[Tensor]:
     torch.manual_seed(0)
-    shapes = ((8, 16), (16,), (24, 16), (16, 12))
-    return [torch.randn(shape).requires_grad_() for shape in shapes]
+    return [torch.randn(shape).requires_grad_() for shape in ((8, 16), (16,), (24, 16), (16, 12))]
 
 
 def _block(x: Tensor, norm: Tensor, up: Tensor, down: Tensor, rng: Tensor) -> Tensor:
@@ -161,8 +159,7 @@ def test_selective_checkpoint_sees_the_operators_and_keeps_the_bits(choice: str)
         return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
 
     context = partial(create_selective_checkpoint_contexts, policy)
-    got = _gradients(use_reentrant=False, context_fn=context)
-    assert got == _gradients()
+    assert _gradients(use_reentrant=False, context_fn=context) == _gradients()
     first = [name for again, name in seen if not again and name.startswith("anychip")]
     assert first == [
         f"anychip.{name}_forward.default"

@@ -14,17 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import anychip
 from anychip import OperatorTable, ops
-from tests.unit.dispatch.calls import (
-    DIFFERENTIABLE,
-    SPECS,
-    backward_arguments,
-    bits,
-    call,
-    flat_arguments,
-    floats,
-    run,
-    tensors,
-)
+from tests.unit.dispatch import calls
 from tests.unit.dispatch.tables import Install
 
 
@@ -49,7 +39,7 @@ def spy_table(operator: str = "gelu") -> tuple[OperatorTable, list[Tensor]]:
     table, seen = OperatorTable(), []
 
     def look(*args: Any) -> None:
-        for tensor in tensors(list(args)):
+        for tensor in calls.tensors(list(args)):
             assert type(tensor) in (Tensor, Parameter), type(tensor)
             assert tensor.data_ptr() or not tensor.numel()
             assert not tensor.is_neg()
@@ -59,12 +49,12 @@ def spy_table(operator: str = "gelu") -> tuple[OperatorTable, list[Tensor]]:
     @table.forward(operator)
     def forward(*args: Any, **attrs: Any) -> Any:
         look(*args)
-        return SPECS[operator].forward(*args, **attrs)
+        return calls.SPECS[operator].forward(*args, **attrs)
 
     @table.backward(operator)
     def backward(*args: Any, **attrs: Any) -> Any:
         look(*args)
-        return SPECS[operator].backward(*args, **attrs)
+        return calls.SPECS[operator].backward(*args, **attrs)
 
     return table, seen
 
@@ -73,43 +63,43 @@ def spy_table(operator: str = "gelu") -> tuple[OperatorTable, list[Tensor]]:
 
 
 @pytest.mark.parametrize("served", ["cpu", "reference"])
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", calls.SPECS)
 def test_doors_give_equal_bits_in_both_directions(name: str, served: str) -> None:
-    second, first = call(name, grad=True), call(name, grad=True)
+    second, first = calls.call(name, grad=True), calls.call(name, grad=True)
     with anychip.policy(pin={name: "reference"} if served == "reference" else {}):
-        through_library = run(first, lambda: first.door()(*first.args, **first.attrs))
-        assert bits(run(second)) == bits(through_library)
+        through_library = calls.run(first, lambda: first.door()(*first.args, **first.attrs))
+        assert calls.bits(calls.run(second)) == calls.bits(through_library)
     kinds = {row.kind for row in anychip.provenance().rows()}
     assert served != "reference" or kinds == {"reference"}
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", calls.SPECS)
 def test_doors_short_cut_is_invisible_to_the_dispatcher_until_a_mode_is_active(name: str) -> None:
-    plain, watched = call(name, grad=False), call(name, grad=False)
-    want = bits([plain(), list(plain.args)])
+    plain, watched = calls.call(name, grad=False), calls.call(name, grad=False)
+    want = calls.bits([plain(), list(plain.args)])
     with Seen() as seen:
-        got = bits([watched(), list(watched.args)])
+        got = calls.bits([watched(), list(watched.args)])
     assert got == want
-    inner = f"anychip.{name}_forward" if name in DIFFERENTIABLE else f"anychip.{name}."
+    inner = f"anychip.{name}_forward" if name in calls.DIFFERENTIABLE else f"anychip.{name}."
     assert any(inner in n for n in seen.names), seen.names
 
 
-@pytest.mark.parametrize("name", DIFFERENTIABLE)
+@pytest.mark.parametrize("name", calls.DIFFERENTIABLE)
 def test_parts_of_an_operator_by_hand_are_those_of_its_doors(name: str) -> None:
-    made = call(name, grad=False)
+    made = calls.call(name, grad=False)
     operator = getattr(ops, name)
-    *tensors_and_attrs, needs = backward_arguments(made)
+    *tensors_and_attrs, needs = calls.backward_arguments(made)
     given = tensors_and_attrs[: len(operator.gradient.kernel.names)]
-    want = tensors(made.door("_backward")(*tensors_and_attrs, needs))
+    want = calls.tensors(made.door("_backward")(*tensors_and_attrs, needs))
     names = [n for n, need in zip(made.spec.differentiable, needs, strict=True) if need]
 
-    assert bits(operator.forward(*made.args, **made.attrs)) == bits(
-        made.door("_forward")(*flat_arguments(made))
+    assert calls.bits(operator.forward(*made.args, **made.attrs)) == calls.bits(
+        made.door("_forward")(*calls.flat_arguments(made))
     )
     found = operator.backward(*given, needs=names, **made.attrs)
     assert [g is not None for g in found] == needs
-    assert bits(found) == bits([g for g, need in zip(want, needs, strict=True) if need])
-    assert not any(g.requires_grad for g in tensors(found))
+    assert calls.bits(found) == calls.bits([g for g, need in zip(want, needs, strict=True) if need])
+    assert not any(g.requires_grad for g in calls.tensors(found))
 
 
 @pytest.mark.parametrize(("ask", "error", "says"), [
@@ -155,11 +145,10 @@ def test_backward_of_batched_gradients_equals_a_loop() -> None:
 
 
 def test_rope_with_one_used_output_gives_the_gradient_of_that_output() -> None:
-    made = call("rope", grad=True)
-    q, k, cos, sin = made.args
+    q, k, cos, sin = calls.call("rope", grad=True).args
     for rope in (ops.rope, torch.ops.anychip.rope):
         dq, dk = torch.autograd.grad(rope(q, k, cos, sin)[0].sum(), (q, k))
-        want, _ = SPECS["rope"].backward(
+        want, _ = calls.SPECS["rope"].backward(
             torch.ones_like(q), torch.zeros_like(k), cos, sin, interleaved=False, needs=(True, True)
         )
         torch.testing.assert_close(dq, want, rtol=1e-6, atol=1e-6)
@@ -173,7 +162,7 @@ def test_kernel_never_sees_what_has_no_address(install: Install) -> None:
     table, seen = spy_table()
     install(table)
     x = torch.randn(4, 8)
-    want = SPECS["gelu"].forward(x, approximate="none")
+    want = calls.SPECS["gelu"].forward(x, approximate="none")
     with FakeTensorMode() as mode:
         fake = mode.from_tensor(x)
         assert isinstance(ops.gelu(fake), FakeTensor)
@@ -199,10 +188,10 @@ def test_subclass_without_methods_keeps_its_class_and_gradient() -> None:
     y = ops.rms_norm(named, w)
     assert type(y) is Named
     plain = x.clone().requires_grad_()
-    assert bits(y) == bits(ops.rms_norm(plain, w))
+    assert calls.bits(y) == calls.bits(ops.rms_norm(plain, w))
     y.sum().backward()
     ops.rms_norm(plain, w).sum().backward()
-    assert bits(named.grad) == bits(plain.grad)
+    assert calls.bits(named.grad) == calls.bits(plain.grad)
 
 
 def test_subclass_in_a_list_is_written_and_its_version_counted() -> None:
@@ -247,18 +236,18 @@ def test_dtype_that_no_operator_takes_is_refused(name: str) -> None:
             gelu(x)
 
 
-@pytest.mark.parametrize("name", DIFFERENTIABLE)
+@pytest.mark.parametrize("name", calls.DIFFERENTIABLE)
 def test_meta_tensors_every_operator_give_shapes_in_both_directions(name: str) -> None:
-    real, made = call(name, grad=True), call(name, grad=True)
+    real, made = calls.call(name, grad=True), calls.call(name, grad=True)
     args = [
         a.detach().to("meta").requires_grad_(a.requires_grad) if isinstance(a, Tensor) else a
         for a in made.args
     ]
     leaves = [a for a in args if isinstance(a, Tensor) and a.requires_grad]
     with anychip.policy(fallback="strict"):
-        got = floats(getattr(ops, name)(*args, **made.attrs))
+        got = calls.floats(getattr(ops, name)(*args, **made.attrs))
         grads = torch.autograd.grad([t.sum() for t in got], leaves)
-    want = floats(real())
+    want = calls.floats(real())
     assert [(t.shape, t.dtype) for t in got] == [(t.shape, t.dtype) for t in want]
     assert [g.shape for g in grads] == [t.shape for t in leaves]
     assert all(g.device.type == "meta" for g in grads)
@@ -300,7 +289,7 @@ def test_symbolic_trace_records_an_attribute_that_is_an_argument() -> None:
     assert torch.equal(graph(x, 0.5), ops.softmax(x, scale=0.5))
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", calls.SPECS)
 def test_copy_or_pickle_of_an_operator_is_the_operator(name: str) -> None:
     operator = getattr(ops, name)
     assert copy.deepcopy(operator) is operator

@@ -103,8 +103,7 @@ def test_call_that_does_not_fit_the_signature_is_a_type_error(
 def test_attribute_of_a_type_that_stands_for_the_right_one_is_taken() -> None:
     want = ops.hadamard(ops.rms_norm(X, W, eps=1.0), block=4)
     for eps, block in ((1, 4), (np.float32(1.0), np.int64(4)), (np.float64(1.0), np.int32(4))):
-        got = ops.hadamard(ops.rms_norm(X, W, eps=eps), block=block)
-        assert torch.equal(got, want)
+        assert torch.equal(ops.hadamard(ops.rms_norm(X, W, eps=eps), block=block), want)
     assert torch.equal(ops.hadamard(X, block=None), ops.hadamard(X, block=8))
 
 

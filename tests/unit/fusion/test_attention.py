@@ -70,8 +70,7 @@ def test_fused_attention_equals_float64(args: list[Tensor], options: dict[str, A
 def sequences(*lengths: int, causal: bool) -> Tensor:
     """The mask of some sequences one after the other; a negative length is padding."""
     number = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths).abs())
-    present = torch.tensor(lengths)[number] > 0
-    mask = (number[:, None] == number) & present
+    mask = (number[:, None] == number) & (torch.tensor(lengths)[number] > 0)
     return mask.tril() if causal else mask
 
 
@@ -134,8 +133,7 @@ def test_mask_that_was_written_into_is_read_again() -> None:
 def test_fallbacks_are_those_of_the_reports_own_model() -> None:
     first, second = Product(), Product()
     reports = [anychip.fuse(module) for module in (first, second)]
-    other = copy.deepcopy(first)
-    for module, calls in ((first, 1), (second, 2), (other, 3)):
+    for module, calls in ((first, 1), (second, 2), (copy.deepcopy(first), 3)):
         for _ in range(calls):
             module(*tensors(4, 4, dtype=torch.float64))
     assert [[row.calls for row in report.fallbacks()] for report in reports] == [[1], [2]]

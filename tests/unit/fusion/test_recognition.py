@@ -94,8 +94,7 @@ def test_fuse_module_that_computes_something_else_leaves_it_with_a_reason(
     ids=str,
 )  # fmt: skip
 def test_fuse_linear_layers_where_they_are_asked_for(asked: dict[str, Any], count: int) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    report = anychip.fuse(model, **asked)
+    report = anychip.fuse(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), **asked)
     assert report.count() == report.count("linear") == count
     assert len(report.left) == 2 - count
     assert asked or "fuse(model, linear=True)" in report.left[0].reason
@@ -105,8 +104,7 @@ def test_fuse_linear_layers_where_they_are_asked_for(asked: dict[str, Any], coun
     ("gate_proj", "up_proj", "down_proj"), ("proj_up_gate", "proj_up", "proj_down"),
 ], ids=" ".join)  # fmt: skip
 def test_fuse_gated_mlp_is_known_by_the_names_of_its_layers(names: tuple[str, ...]) -> None:
-    module = NamedMLP(names)
-    assert anychip.fuse(module).count("activation") == 1
+    assert anychip.fuse(NamedMLP(names)).count("activation") == 1
     assert anychip.fuse(NamedMLP((names[1], names[0], names[2]))).count() == 0
 
 
@@ -165,8 +163,7 @@ def test_fuse_module_that_calls_a_functional_itself_says_so() -> None:
 def test_fuse_module_whose_forward_was_replaced_on_the_instance_leaves_it() -> None:
     module = nn.LayerNorm(WIDTH)
     module.forward = lambda x: x  # type: ignore[method-assign]
-    report = anychip.fuse(nn.Sequential(module))
-    assert "replaced on the instance" in report.left[0].reason
+    assert "replaced on the instance" in anychip.fuse(nn.Sequential(module)).left[0].reason
 
 
 def test_probe_leaves_no_trace_in_module_or_random_state() -> None:
@@ -176,8 +173,7 @@ def test_probe_leaves_no_trace_in_module_or_random_state() -> None:
     state = torch.random.get_rng_state()
     with torch.no_grad():
         weight = module.weight.clone()
-    report = anychip.fuse(nn.Sequential(module, modules.NoisyRMSNorm()))
-    assert report.count("norm") == 1
+    assert anychip.fuse(nn.Sequential(module, modules.NoisyRMSNorm())).count("norm") == 1
     assert module.calls == []
     assert seen == []
     assert module.weight.grad is None
@@ -207,8 +203,7 @@ def test_fuse_under_another_default_dtype_device_and_autocast_finds_the_same() -
 def test_fuse_model_without_data_finds_the_same() -> None:
     with torch.device("meta"):
         model = nn.Sequential(modules.RMSNorm(), modules.ShiftedRMSNorm(), modules.GatedMLP())
-    report = anychip.fuse(model)
-    assert [entry.path for entry in report.replaced] == ["0", "2"]
+    assert [entry.path for entry in anychip.fuse(model).replaced] == ["0", "2"]
 
 
 # only and skip
@@ -238,8 +233,7 @@ def model() -> nn.Module:
 def test_fuse_only_and_skip_choose_by_kind_and_path(
     options: dict[str, Any], paths: list[str]
 ) -> None:
-    report = anychip.fuse(model(), **options)
-    assert [entry.path for entry in report.replaced] == paths
+    assert [entry.path for entry in anychip.fuse(model(), **options).replaced] == paths
 
 
 def test_fuse_left_out_by_choice_says_which() -> None:

@@ -154,8 +154,7 @@ def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def test_fuse_leaves_a_callable_that_is_no_function() -> None:
-    report = anychip.fuse(Model(Kernel()))
-    assert [e.reason for e in report.left if e.source == "rope"] == [
+    assert [e.reason for e in anychip.fuse(Model(Kernel())).left if e.source == "rope"] == [
         "it is a Kernel, not a function"
     ]
 
@@ -164,8 +163,7 @@ def test_fuse_leaves_a_forward_in_a_decorator() -> None:
     model = Model()
     kind = type(model.attention)
     kind.forward = wrapped(kind.forward)
-    report = anychip.fuse(model)
-    assert [e.reason for e in report.left if e.source == "rope"] == [
+    assert [e.reason for e in anychip.fuse(model).left if e.source == "rope"] == [
         "the forward that calls it is wrapped by a decorator"
     ]
 
@@ -216,8 +214,7 @@ def test_fused_rope_that_the_operator_cannot_serve_is_the_files_and_counted(
     model = fused(copy.deepcopy(before))
     args = arguments(model)
     want = before.attention(*args)
-    got = model.attention(*args)
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(model.attention(*args), want, strict=True))
     (row,) = anychip.provenance().rows()
     assert (row.operator, row.calls) == ("rope", 1)
     assert reason in (row.fallback_reason or "")

@@ -79,7 +79,6 @@ def test_shards_of_whole_blocks_have_the_bits_of_the_whole() -> None:
 
 
 def test_bytes_of_a_step_are_those_of_codes_and_scales() -> None:
-    args = _step(torch.bfloat16, ((1024,), (100,)))
-    cost = operators.adamw_8bit.cost(*args, **NUMBERS)
+    cost = operators.adamw_8bit.cost(*_step(torch.bfloat16, ((1024,), (100,))), **NUMBERS)
     written = 1124 * (4 + 1 + 1) + 2 * 4 * (4 + 1)
     assert cost.nbytes == 2 * written + 2 * 1124

@@ -59,8 +59,7 @@ def history(tmp_path: Path) -> Path:
 
 def test_slices_are_disjoint_and_together_all_cases_in_about_equal_parts() -> None:
     asked = [slices.Slice(number=n, because="") for n in range(slices.SLICES)]
-    taken = Counter(case for each in asked for case in CASES if each.takes(case))
-    assert taken == Counter(CASES)
+    assert Counter(case for each in asked for case in CASES if each.takes(case)) == Counter(CASES)
     sizes = [sum(map(each.takes, CASES)) for each in asked]
     # 100 expected in each; six standard deviations of a binomial distribution are 59.
     assert all(abs(size - 100) < 59 for size in sizes), sizes
@@ -110,8 +109,7 @@ def test_case_that_fails_is_asked_by_every_slice_from_then_on(
 
     def run(number: int) -> dict[str, int]:
         monkeypatch.setenv(slices.VARIABLE, str(number))
-        done = pytester.runpytest_inprocess("-p", "tests.conftest", "--slice")
-        return done.parseoutcomes()
+        return pytester.runpytest_inprocess("-p", "tests.conftest", "--slice").parseoutcomes()
 
     ids = [f"test_grid.py::test_case[{number}]" for number in range(40)]
     own = slices.slice_of(bad)
@@ -120,8 +118,7 @@ def test_case_that_fails_is_asked_by_every_slice_from_then_on(
         "failed": 1, "passed": sizes[own], "deselected": 40 - sizes[own]
     }  # fmt: skip
     assert slices.listed(record) == [bad]
-    other = (own + 1) % slices.SLICES
-    assert run(other)["failed"] == 1
+    assert run((own + 1) % slices.SLICES)["failed"] == 1
     assert record.read_text() == f"# for people\n{bad}\n"
     record.write_text("test_grid.py::test_case[renamed]\n")
     monkeypatch.setenv(slices.VARIABLE, "0")

@@ -35,8 +35,7 @@ class Parts:
         self.model = nn.Sequential(nn.Linear(4, width), nn.Dropout(0.5), nn.Linear(width, 4))
         rule = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-2))
         self.optimizer = zero.Optimizer(self.model, rule, alone())
-        text = data.encode(bytes(range(250)))
-        self.data = data.Loader(text, context=4, batch_size=2, seed=0)
+        self.data = data.Loader(data.encode(bytes(range(250))), context=4, batch_size=2, seed=0)
 
     def train(self, steps: int) -> list[float]:
         losses = []
@@ -75,8 +74,7 @@ def test_run_resumed_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     losses = straight.train(4)
 
     second = Parts(seed=1)
-    state = second.resume(tmp_path)
-    assert state == State(3, {"note": "text", "numbers": [1, 2]})
+    assert second.resume(tmp_path) == State(3, {"note": "text", "numbers": [1, 2]})
     assert torch.equal(torch.rand(3), host)
     assert random.random() == python
     torch.manual_seed(99)
@@ -124,8 +122,7 @@ def _truncate(path: Path) -> None:
 def test_damaged_file_is_named_and_nothing_is_loaded_or_changed(
     tmp_path: Path, part: str, damage: Callable[[Path], None], answer: str
 ) -> None:
-    parts = Parts()
-    folder = parts.save(tmp_path)
+    folder = Parts().save(tmp_path)
     (path,) = folder.glob(f"{part}-*")
     damage(path)
     files, other = contents(tmp_path), Parts(seed=1)

@@ -61,8 +61,7 @@ def test_config_with_its_kind_from_settings_alone_is_of_that_kind(settings: list
 ], ids=["default", "llama", "texts"])  # fmt: skip
 def test_config_written_and_read_is_the_same(tmp_path: Path, settings: list[str]) -> None:
     loaded = config.load(None, settings)
-    file = _written(tmp_path / "config.toml", config.dump(loaded))
-    assert config.load(file) == loaded
+    assert config.load(_written(tmp_path / "config.toml", config.dump(loaded))) == loaded
 
 
 @pytest.mark.parametrize(("setting", "answer"), [

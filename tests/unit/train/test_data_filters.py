@@ -199,8 +199,7 @@ def test_messages_are_prepared_as_they_are_read(tmp_path: Path, end: str) -> Non
     )  # fmt: skip
     given = [f"model.path={folder}", "model.context=32", "data.field=messages"]
     read = run.read_texts(config.load(None, [*given, f'data.files=["{file}"]'], note=str))
-    request = Request(sources=(str(file),), field="messages", tokenizer=folder)
-    prepare(request, tmp_path / "out")
+    prepare(Request(sources=(str(file),), field="messages", tokenizer=folder), tmp_path / "out")
     settings = config.load(None, [*given, f'data.files=["{tmp_path / "out"}"]'], note=str)
     stored = run.read_texts(settings)
     assert isinstance(read.tokens, data.Mixture)

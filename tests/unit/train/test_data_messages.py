@@ -22,8 +22,7 @@ Chat = list[tuple[str, str]]
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = directories.make(tmp_path_factory.mktemp("model"), "Llama")
-    transformers = pytest.importorskip("transformers")
-    return transformers.AutoTokenizer.from_pretrained(folder)
+    return pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
 
 
 def talk(chat: Chat) -> tuple[str, Any]:

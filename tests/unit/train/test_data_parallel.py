@@ -102,8 +102,7 @@ def test_every_rule_on_shards_equals_it_on_whole_parameters(
     rule: Callable[[], optim.Rule], stage: int
 ) -> None:
     want = serial(ragged, ragged_loss, rule(), world_size=3, steps=5)
-    got = sharded(ragged, ragged_loss, rule, world_size=3, stage=stage, steps=5)
-    assert_equal(got, want)
+    assert_equal(sharded(ragged, ragged_loss, rule, world_size=3, stage=stage, steps=5), want)
 
 
 def test_unused_parameter_keeps_its_step_count_and_one_rank_suffices_to_use_it() -> None:

@@ -238,8 +238,7 @@ def test_as_many_batches_are_waited_for_at_once_as_are_made_ahead(depth: int) ->
     options: dict[str, Any] = {"context": 8, "batch_size": 1, "seed": 1}
     slow = data.join([Slow(tokens, depth)], None)
     ahead = data.Loader(slow, prefetch=depth, num_batches=20, **options)
-    plain = data.Loader(tokens, num_batches=20, **options)
-    for (x, y), (x2, y2) in zip(plain, ahead, strict=True):
+    for (x, y), (x2, y2) in zip(data.Loader(tokens, num_batches=20, **options), ahead, strict=True):
         assert torch.equal(x, x2)
         assert torch.equal(y, y2)
 

@@ -343,5 +343,4 @@ def test_command_prepares_and_tells_programs(tmp_path: Path) -> None:
     done = CliRunner().invoke(group, words, catch_exceptions=False, standalone_mode=False)
     told: dict[str, Any] = json.loads(done.stdout)
     assert (told["schema"], told["directory"], told["documents"]) == (1, str(out), 309)
-    sizes = [[name, os.path.getsize(name)] for name in request.sources]
-    assert told["request"]["files"] == sizes
+    assert told["request"]["files"] == [[name, os.path.getsize(name)] for name in request.sources]

@@ -61,8 +61,7 @@ def test_each_row_of_a_mixture_has_its_weight_and_its_windows_in_their_order(
 ) -> None:
     weights = [weight / sum(weights) for weight in weights]
     orders = [Order(100 + 50 * n, context=1, seed=n) for n in range(len(weights))]
-    numbers = range(first, first + count)
-    found = Turns(orders, weights, seed=seed).places(numbers)
+    found = Turns(orders, weights, seed=seed).places(range(first, first + count))
     places = np.concatenate([places for places, _ in found])
     assert sorted(places.tolist()) == list(range(count))
     begun = Turns(orders, weights, seed=seed).places(range(first))
@@ -166,23 +165,20 @@ def test_row_of_pieces_is_what_torch_joins(
     starts = np.arange(len(part) - length + 1)
     want = whole[low:high].unfold(0, length, 1) if length else torch.empty(len(starts), 0).long()
     assert torch.equal(torch.from_numpy(part.read(starts, length)), want)
-    count = part.count_untold(starts, length, 0)
-    assert count == int((want == 0).sum())
+    assert part.count_untold(starts, length, 0) == int((want == 0).sum())
 
 
 def test_targets_are_counted_in_pieces_of_every_kind(tmp_path: Path) -> None:
     prepared = stored(tmp_path, "a", 900)
     letters = torch.from_numpy(prepared.read(0, 300).copy())
     text = data.join([prepared, data.InMemory(letters), prepared], 0).part(37, 1500)
-    generator = torch.Generator().manual_seed(3)
-    marks = torch.rand(500, generator=generator)
+    marks = torch.rand(500, generator=torch.Generator().manual_seed(3))
     tokens = torch.arange(500, dtype=torch.int32) | (marks < 0.6).int() * NO_TARGET
     tokens[::50] |= BEGINS | NO_TARGET
     told = data.join([data.InMemory(tokens[:200]), data.InMemory(tokens[200:])], 0)
     for row in (text, told):
         mine = data.Loader(row, context=9, batch_size=3, seed=2, cross_document_targets=False)
         for _ in range(60):
-            count = mine.num_targets()
-            assert count == int((mine.next_batch()[1] != data.IGNORED_TARGET).sum())
+            assert mine.num_targets() == int((mine.next_batch()[1] != data.IGNORED_TARGET).sum())
     with pytest.raises(ValueError, match="text and messages are not trained on together"):
         data.TokenRow([Piece(data.InMemory(tokens), 0, 9), Piece(data.InMemory(letters), 0, 9)])

@@ -33,8 +33,7 @@ def write_large_strings(path: Path, documents: list[str], field: str = "text") -
 
 
 def write_dictionary(path: Path, documents: list[str], field: str = "text") -> None:
-    column = pa.array(documents).dictionary_encode()
-    pq.write_table(pa.table({field: column}), path)
+    pq.write_table(pa.table({field: pa.array(documents).dictionary_encode()}), path)
 
 
 @pytest.mark.parametrize("field", ["text", "content"])

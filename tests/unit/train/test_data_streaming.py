@@ -187,8 +187,7 @@ def test_windows_come_once_over_resumes_at_2_3_and_1_ranks_while_tokens_are_made
         ]  # fmt: skip
         folder = directories.make(tmp_path / "model", "Llama")
         more = [f"model.path={folder}", "data.field=messages"]
-    names = files(tmp_path, field, documents)
-    chosen = settings(tmp_path, names, *more)
+    chosen = settings(tmp_path, files(tmp_path, field, documents), *more)
     with monkeypatch.context() as patch:
         patch.setattr(preparing.Growing, "_see_to_it", lambda self: None)
         first = run.read_data(chosen)[0]
@@ -252,8 +251,7 @@ def test_run_of_a_stream_has_the_losses_of_one_in_memory_though_what_prepares_is
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     names, made = files(tmp_path), killing(1, monkeypatch)
-    held_out = f"eval.files={json.dumps(names[:1])}"
-    chosen = settings(tmp_path, names, held_out)
+    chosen = settings(tmp_path, names, f"eval.files={json.dumps(names[:1])}")
     found = losses(chosen, tmp_path / "stream")
     in_memory = replace(chosen, data=replace(chosen.data, cache=""))
     assert found == losses(in_memory, tmp_path / "memory")

@@ -145,8 +145,7 @@ def test_documents_are_joined_in_order_with_the_end_between_two(
         if expected and ends:
             expected.append(tokenizer.end_of_document)
         expected += tokenizer.encode([text])[0].tolist()
-    tokens = data.tokenize(iter(documents), tokenizer, end_of_document=ends)
-    assert tokens.tolist() == expected
+    assert data.tokenize(iter(documents), tokenizer, end_of_document=ends).tolist() == expected
 
 
 def test_one_text_file_gives_the_tokens_of_read_texts(tmp_path: Path) -> None:

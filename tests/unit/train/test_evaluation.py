@@ -61,8 +61,7 @@ def test_every_token_but_the_first_is_a_target_once_behind_the_one_before(
         assert inputs.shape == targets.shape == (size, CONTEXT)
         is_target = targets != data.IGNORED_TARGET
         pairs += [*zip(inputs[is_target].tolist(), targets[is_target].tolist(), strict=True)]
-    values = tokens.tolist()
-    assert pairs == [*pairwise(values)]
+    assert pairs == [*pairwise(tokens.tolist())]
     _, beyond = held_out.batch(range(held_out.num_windows, held_out.num_windows + size))
     assert (beyond == data.IGNORED_TARGET).all()
 

@@ -151,8 +151,7 @@ def test_ranks_with_other_tokens_are_refused_before_they_train() -> None:
         return Texts(torch.full((400,), 65 + comm.rank, dtype=torch.uint8), data.ByteTokenizer())
 
     def work(comm: Communicator) -> None:
-        settings = config.load(None, tiny())
-        loop.build(settings, anychip.use("cpu"), comm, read=partial(read, comm))
+        loop.build(config.load(None, tiny()), anychip.use("cpu"), comm, read=partial(read, comm))
 
     with pytest.raises(CommunicationError, match="tokens"):
         run_ranks(2, work)

@@ -277,5 +277,4 @@ def test_llama_cast_to_bf16_keeps_its_rotary_table_in_float32() -> None:
     model = Llama(CONFIGS["llama-grouped"])
     tokens, targets = batch(model.config)
     single = model(tokens, targets).item()
-    low = model.bfloat16()(tokens, targets).item()
-    assert low == pytest.approx(single, rel=2.0**-6)
+    assert model.bfloat16()(tokens, targets).item() == pytest.approx(single, rel=2.0**-6)

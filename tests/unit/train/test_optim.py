@@ -44,8 +44,7 @@ def test_clip_by_global_norm_measures_all_groups_and_leaves_gradients_alone() ->
     ("count", "want"), [(0, 0.1), (4, 0.5), (9, 1.0), (10, 1.0), (55, 0.55), (100, 0.1), (500, 0.1)]
 )
 def test_warmup_cosine_at_its_corners(count: int, want: float) -> None:
-    schedule = optim.warmup_cosine(1.0, 10, 100)
-    assert schedule(count) == pytest.approx(want)
+    assert optim.warmup_cosine(1.0, 10, 100)(count) == pytest.approx(want)
 
 
 FROZEN, LAYER = nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2)

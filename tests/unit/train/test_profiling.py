@@ -164,5 +164,4 @@ def test_cost_of_a_backward_is_that_of_the_forward_call_it_belongs_to() -> None:
     args = [named[name] for name in operator.gradient.kernel.names]
     assert operator.spec.backward_cost is not None
     wanted = operator.spec.backward_cost(x, weight, eps=1e-6)
-    attrs = {"eps": 1e-6, "needs": (True, True)}
-    assert profiling.cost_of(row, args, attrs) == wanted
+    assert profiling.cost_of(row, args, {"eps": 1e-6, "needs": (True, True)}) == wanted

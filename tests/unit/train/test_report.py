@@ -40,8 +40,7 @@ def test_what_was_measured_is_read_back_and_makes_no_rows_differ(tmp_path: Path)
     more = replace(ROWS[0], peak_nbytes=3, mfu=0.5, data_s=0.0, update_s=1e-3)
     (tmp_path / "old").write_text(json.dumps({**asdict(ROWS[0]), "grad_norm": None}))
     assert report.read_metrics(tmp_path / "old") == []  # null is no measurement
-    metrics = Metrics(tmp_path / "metrics.jsonl", last_step=0)
-    metrics.append(more)
+    Metrics(tmp_path / "metrics.jsonl", last_step=0).append(more)
     (found,) = report.read_metrics(tmp_path / "metrics.jsonl")
     assert found == more == ROWS[0]
     assert asdict(found) == asdict(more)
@@ -122,8 +121,7 @@ def test_curve_falls_where_the_loss_falls() -> None:
 @pytest.mark.parametrize("count", [1, 2])
 def test_curve_of_a_few_equal_losses_is_drawn(count: int) -> None:
     rows = [replace(_row(1), step=step) for step in range(1, count + 1)]
-    lines = display.curve(rows, height=3).splitlines()
-    assert lines[2].split("|")[1] == "*" * count
+    assert display.curve(rows, height=3).splitlines()[2].split("|")[1] == "*" * count
 
 
 def test_display_without_a_terminal_prints_lines_and_no_control_codes() -> None:

@@ -112,8 +112,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Library]:
 
 def told(name: str, library: Library) -> Said:
     if name == "tensorboard":
-        scalars = library.of("SummaryWriter().add_scalar")
-        return [(step, key, value) for key, value, step in scalars]
+        return [(step, key, value) for key, value, step in library.of("SummaryWriter().add_scalar")]
     path = {"wandb": "init().log", "mlflow": "log_metrics"}[name]
     calls = [(args[0], options["step"]) for at, args, options in library.calls if at == path]
     return [(step, key, value) for values, step in calls for key, value in values.items()]

@@ -38,8 +38,7 @@ def train(
     """Norms and, in the end, parameters of steps of two batches each."""
     model = models[comm.rank]
     clip = [optim.clip_by_global_norm(MAX_NORM)] if by == "rule" else []
-    rule = optim.chain(*clip, optim.sgd(0.5))
-    opt = zero.Optimizer(model, rule, comm, **options)
+    opt = zero.Optimizer(model, optim.chain(*clip, optim.sgd(0.5)), comm, **options)
     norms: list[Any] = []
     for seed in SEEDS:
         generator = torch.Generator().manual_seed(10 * seed + comm.rank)

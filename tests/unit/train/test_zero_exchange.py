@@ -24,15 +24,8 @@ from anychip.train.zero.exchange import (
     GradientReduction,
     Secondary,
 )
+from tests.unit.train import zero_oracle as oracle
 from tests.unit.train.zero_decoder import decoder, decoder_loss, on_two, optimizer, parts, rule
-from tests.unit.train.zero_oracle import (
-    assert_equal,
-    descend,
-    on_models,
-    serial,
-    sharded,
-    values_of,
-)
 
 GRID = pytest.mark.grid
 
@@ -40,9 +33,9 @@ GRID = pytest.mark.grid
 @pytest.mark.parametrize("stage", [1, 2], ids="stage{}".format)
 def test_groups_of_ranks_that_hold_everything_equal_all_ranks_together(stage: int) -> None:
     given = {"world_size": 4, "steps": 3, "micro": 2}
-    want = serial(decoder, decoder_loss, rule(), **given)  # type: ignore[arg-type]
-    got = sharded(decoder, decoder_loss, rule, stage=stage, shard_group=2, units=[], **given)
-    assert_equal(got, want)
+    want = oracle.serial(decoder, decoder_loss, rule(), **given)  # type: ignore[arg-type]
+    got = oracle.sharded(decoder, decoder_loss, rule, stage=stage, shard_group=2, units=[], **given)
+    oracle.assert_equal(got, want)
 
 
 @pytest.mark.parametrize(("format", "bits", "most"), [
@@ -74,7 +67,7 @@ def test_codes_in_place_of_weights_save_bytes_and_all_ranks_compute_with_the_sam
             used = traffic["all_gather"] - before
             with opt.whole():
                 seen["exact"] = model.get_parameter("transformer.h.2.mlp.c_fc.weight").clone()
-            descend(opt, decoder_loss(model, step, 0, 0))
+            oracle.descend(opt, decoder_loss(model, step, 0, 0))
         numel = sum(w.layout.numel for u in parts(opt).units for w in u.weights)
         return losses, seen, 8 * used / numel
 
@@ -93,7 +86,7 @@ def losses_of(comm: Communicator, model: nn.Module) -> list[Tensor]:
     for step in range(4):
         loss = decoder_loss(model, step, 0, 0)
         losses.append(loss.detach())
-        descend(opt, loss)
+        oracle.descend(opt, loss)
     return losses
 
 
@@ -126,7 +119,7 @@ def test_what_neighbours_keep_has_the_same_bits_and_crosses_no_group_before_back
         assert isinstance(exchange, Flat)
         return exchange.gather_comm.traffic.calls["all_gather"]
 
-    found = [on_models(4, decoder, partial(work, size=size)) for size in (None, 2)]
+    found = [oracle.on_models(4, decoder, partial(work, size=size)) for size in (None, 2)]
     for (want, _), (got, crossed) in zip(*found, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
         forward, *later = crossed[:4]
@@ -147,14 +140,14 @@ def test_state_that_is_loaded_leaves_nothing_of_what_an_exchange_kept(tmp_path: 
                 decoder_loss(model, 0, 0, 0)
                 checkpoint.resume(tmp_path, **given)
                 continue
-            descend(opt, decoder_loss(model, step, comm.rank, 0))
+            oracle.descend(opt, decoder_loss(model, step, comm.rank, 0))
             if step == 1 and not found:
                 checkpoint.save(tmp_path, step=2, **given)
             if step == 3:
-                found.append(values_of(model, opt))
+                found.append(oracle.values_of(model, opt))
         return found
 
-    for once, again in on_models(2, decoder, work):
+    for once, again in oracle.on_models(2, decoder, work):
         assert all(torch.equal(again[name], value) for name, value in once.items())
 
 
@@ -189,8 +182,7 @@ class Weighted(nn.Module):
         return ((count * 7 + step * 5 + rank * 3) % 64 - 20) / 1024
 
     def forward(self, step: int, rank: int) -> Tensor:
-        terms = [(p * self.of(p, step, rank)).sum() for p in self.weights]
-        return torch.stack(terms).sum()
+        return torch.stack([(p * self.of(p, step, rank)).sum() for p in self.weights]).sum()
 
 
 def carried_on(
@@ -209,9 +201,9 @@ def carried_on(
             if step is None:
                 checkpoint.resume(folder, **given)
                 continue
-            descend(opt, model(step, comm.rank))
+            oracle.descend(opt, model(step, comm.rank))
         checkpoint.save(folder, step=steps.stop, **given)
-        found = values_of(model, opt)
+        found = oracle.values_of(model, opt)
         for number, param in enumerate(model.weights):
             place = parts(opt).places[param]
             assert place.gradients is not None
@@ -219,7 +211,7 @@ def carried_on(
                 found[f"{name} {number}"] = value.clone()
         return found
 
-    return on_models(world_size, Weighted, work)
+    return oracle.on_models(world_size, Weighted, work)
 
 
 ROUNDED: Any = {"exchange": Rounded}

@@ -105,9 +105,8 @@ def test_gradient_that_is_not_finite_skips_the_step() -> None:
     policy = precision.policy("fp16", anychip.backend())
 
     def work(comm: Communicator, model: nn.Module) -> list[bool]:
-        offload = everything("host", 2)
         opt = zero.Optimizer(
-            model, RULES["adamw"](), comm, stage=2, precision=policy, offload=offload
+            model, RULES["adamw"](), comm, stage=2, precision=policy, offload=everything("host", 2)
         )
         found = []
         for step in range(3):

@@ -47,8 +47,7 @@ def test_steps_of_a_decoder_equal_one_process_bit_for_bit(
     given = {"world_size": world_size, "steps": options.get("steps", 4), "micro": 2}
     want = serial(partial(decoder, kind), decoder_loss, rule(), **given)
     options = {"units": "blocks", **options, **given}
-    build = partial(decoder, kind, how)
-    got = sharded(build, decoder_loss, rule, stage=3, **options)
+    got = sharded(partial(decoder, kind, how), decoder_loss, rule, stage=3, **options)
     assert_equal(got, want)
 
 

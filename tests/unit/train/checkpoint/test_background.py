@@ -26,14 +26,7 @@ from anychip.train.checkpoint import CheckpointError, Saver, publishing, writing
 from anychip.train.interruption import Interrupted, Interruption
 from anychip.train.loop import TrainingError
 from anychip.train.report import StepRecord
-from tests.unit.train.checkpoint.test_arrangements import (
-    assert_same,
-    at,
-    held,
-    held_by,
-    joined,
-    ragged_optimizer,
-)
+from tests.unit.train.checkpoint import test_arrangements as arrangements
 from tests.unit.train.checkpoint.test_keeping import steps
 from tests.unit.train.stored_tensors import stored
 from tests.unit.train.test_checkpoint import Parts
@@ -76,12 +69,12 @@ def test_steps_that_follow_change_nothing_of_what_is_written_and_nothing_is_sent
     tmp_path: Path, gate: Gate, world_size: int, stage: int
 ) -> None:
     def work(comm: Communicator, model: nn.Module) -> Any:
-        opt = ragged_optimizer(model, comm, stage=stage, units=units_of(model))
+        opt = arrangements.ragged_optimizer(model, comm, stage=stage, units=units_of(model))
         saver = Saver()
         for step in range(4):
             descend(opt, ragged_loss(model, step, 0, 0))
             if step == 1:
-                want = held(model, opt)
+                want = arrangements.held(model, opt)
                 checkpoint.save(
                     tmp_path, step=2, model=model, optimizer=opt, comm=comm, saver=saver
                 )
@@ -94,8 +87,8 @@ def test_steps_that_follow_change_nothing_of_what_is_written_and_nothing_is_sent
         saver.close()
         return want
 
-    want = joined(on_models(world_size, ragged, work))
-    assert_same(stored(tmp_path / "checkpoint"), want)
+    want = arrangements.joined(on_models(world_size, ragged, work))
+    arrangements.assert_same(stored(tmp_path / "checkpoint"), want)
     assert steps(tmp_path / "checkpoint") == [2]
 
 
@@ -122,15 +115,14 @@ def test_all_of_a_checkpoint_is_of_the_step_at_which_it_was_asked_for(
     if kind is not None:
         other.optimizer = kind(other.model.parameters())
         other.optimizer.backward = lambda loss: loss.backward()
-    state = other.resume(tmp_path)
-    assert state.extra["seen"].tolist() == [1, 1]
+    assert other.resume(tmp_path).extra["seen"].tolist() == [1, 1]
     assert other.train(3) == losses
     assert other.bits() == parts.bits()
 
 
 def test_host_holds_one_copy_of_what_a_rank_writes_and_uses_it_again(tmp_path: Path) -> None:
     def work(comm: Communicator, model: nn.Module) -> int:
-        opt = ragged_optimizer(model, comm, stage=3, units=units_of(model))
+        opt = arrangements.ragged_optimizer(model, comm, stage=3, units=units_of(model))
         with Saver() as saver:
             places, sizes = set[int](), set[int]()
             for step in (1, 2, 3):
@@ -158,7 +150,7 @@ def test_error_of_a_writer_is_told_to_all_ranks_at_the_next_save_or_at_the_end(
             checkpoint.save(tmp_path, step=step, model=model, optimizer=opt, comm=comm, saver=saver)
 
         model, saver = models[comm.rank], Saver()
-        opt = ragged_optimizer(model, comm, stage=2)
+        opt = arrangements.ragged_optimizer(model, comm, stage=2)
         save(1)
         save(2)  # waits for the first
         assert checkpoint.saved_step(tmp_path) == 1
@@ -217,7 +209,7 @@ def test_ranks_that_write_into_different_directories_are_told(
     def work(comm: Communicator, model: nn.Module) -> None:
         out = tmp_path / f"{comm.rank}"
         (out / "checkpoint").mkdir(parents=True)
-        opt = ragged_optimizer(model, comm, stage=1)
+        opt = arrangements.ragged_optimizer(model, comm, stage=1)
         for saver in (None, Saver()):
             if saver is not None:
                 checkpoint.save(out, step=1, model=model, optimizer=opt, comm=comm, saver=saver)
@@ -232,7 +224,7 @@ def test_host_without_memory_for_a_copy_is_told_on_all_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def work(comm: Communicator, model: nn.Module) -> None:
-        opt = ragged_optimizer(model, comm, stage=1)
+        opt = arrangements.ragged_optimizer(model, comm, stage=1)
         comm.barrier()
         if comm.rank == 1:
             broken.append(threading.current_thread())
@@ -266,16 +258,18 @@ def test_run_that_saves_so_leaves_the_files_of_one_that_waits(
             loop.train(ours, out, lambda row: None, asked)
         except Interrupted:
             assert ours.step == 1
-        return held_by(ours)
+        return arrangements.held_by(ours)
 
     found = {}
-    at("1", "run.steps=5", work=lambda ours: run.save(ours, tmp_path / "begun"))
+    arrangements.at("1", "run.steps=5", work=lambda ours: run.save(ours, tmp_path / "begun"))
     for kind in ("waits", "goes_on", "asked"):
         out = tmp_path / kind
         shutil.copytree(tmp_path / "begun", out)
         settings = [f"checkpoint.asynchronous={str(kind != 'waits').lower()}"]
-        want = joined(at(arrangement, "run.steps=5", "checkpoint.every=2", *settings, work=work))
-        assert_same(stored(out / "checkpoint"), want)
+        want = arrangements.joined(
+            arrangements.at(arrangement, "run.steps=5", "checkpoint.every=2", *settings, work=work)
+        )
+        arrangements.assert_same(stored(out / "checkpoint"), want)
         found[kind] = {p.name for p in (out / "checkpoint").iterdir()}
     assert found["waits"] == found["goes_on"] != found["asked"]
 
@@ -293,7 +287,7 @@ def test_run_whose_loss_is_not_finite_waits_for_the_checkpoint_before(
         return str(caught.value)
 
     settings = ("run.steps=5", "checkpoint.every=1", "checkpoint.asynchronous=true")
-    for told in at("2-stage2", *settings, work=work):
+    for told in arrangements.at("2-stage2", *settings, work=work):
         assert "step 2: loss nan" in told
         assert f"the last good checkpoint is in {tmp_path}" in told
     assert steps(tmp_path / "checkpoint") == [1]

@@ -15,15 +15,7 @@ from anychip.comm.threads import run_ranks
 from anychip.contract import Communicator
 from anychip.train import checkpoint, run
 from anychip.train.checkpoint import randomness
-from tests.unit.train.checkpoint.test_arrangements import (
-    assert_same,
-    at,
-    held,
-    held_by,
-    joined,
-    loss_in_16_bits,
-    ragged_optimizer,
-)
+from tests.unit.train.checkpoint import test_arrangements as arrangements
 from tests.unit.train.test_checkpoint import (
     IN_PROGRESS,
     Parts,
@@ -97,14 +89,16 @@ def test_version_2_is_loaded_at_any_arrangement(tmp_path: Path, after: str) -> N
         ours.optimizer.step()
         states = {"model": ours.model.state_dict(), "optimizer": ours.optimizer.state_dict()}
         write(tmp_path, 1, **states, progress={"data": ours.loader.state_dict()})
-        return held_by(ours)
+        return arrangements.held_by(ours)
 
     def load(ours: run.Run) -> Any:
         run.restore(ours, tmp_path)
-        return held_by(ours)
+        return arrangements.held_by(ours)
 
-    want = joined(at("1", "run.steps=1", work=save))
-    assert_same(joined(at(after, "run.steps=1", work=load)), want)
+    want = arrangements.joined(arrangements.at("1", "run.steps=1", work=save))
+    arrangements.assert_same(
+        arrangements.joined(arrangements.at(after, "run.steps=1", work=load)), want
+    )
 
 
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (2, 1), (2, 3)])
@@ -115,19 +109,19 @@ def test_masters_of_version_2_are_those_that_were_saved(
 
     def work(comm: Communicator) -> Any:
         model = models[comm.rank]
-        opt = ragged_optimizer(model, comm, stage=stage, units=units_of(model))
+        opt = arrangements.ragged_optimizer(model, comm, stage=stage, units=units_of(model))
         if comm.world_size == 1 and not (tmp_path / "checkpoint").exists():
-            opt.backward(loss_in_16_bits(model, 0, 0, 0))
+            opt.backward(arrangements.loss_in_16_bits(model, 0, 0, 0))
             opt.step()
             write(tmp_path, 1, model=model.state_dict(), optimizer=opt.state_dict())
         else:
             checkpoint.resume(tmp_path, model=model, optimizer=opt, comm=comm)
-        return held(model, opt)
+        return arrangements.held(model, opt)
 
     models = [ragged().bfloat16()]
     (want,) = run_ranks(1, work)
     models = [ragged().bfloat16() for _ in range(world_size)]
-    assert_same(joined(run_ranks(world_size, work)), want)
+    arrangements.assert_same(arrangements.joined(run_ranks(world_size, work)), want)
 
 
 NAN, WRONG_STEP = math.nan, torch.tensor(-3.0)

@@ -142,10 +142,9 @@ def test_schedule_with_several_stages_per_rank_is_the_text_that_torch_writes(nam
 def test_looped_bfs_is_torchs_with_backwards_in_ascending_order(
     ranks: int, microbatches: int, virtual: int
 ) -> None:
-    theirs = parse(written_by_torch("LoopedBFS", ranks, microbatches, virtual)).rows
     turned = [
         [a if a.kind == "F" else a._replace(microbatch=microbatches - 1 - a[2]) for a in row]
-        for row in theirs
+        for row in parse(written_by_torch("LoopedBFS", ranks, microbatches, virtual)).rows
     ]
     assert [list(row) for row in looped_bfs(ranks, microbatches, virtual).rows] == turned
 

@@ -301,6 +301,5 @@ def test_text_of_a_picture_runs_into_nothing(
         lines.setdefault(float(element.get("y", 0)), []).append((begin, begin + long))
     assert narrowest > 0
     for places in lines.values():
-        ordered = sorted(places)
-        for (_, end), (begin, _) in pairwise(ordered):
+        for (_, end), (begin, _) in pairwise(sorted(places)):
             assert end <= begin + 6

@@ -80,8 +80,7 @@ def test_partition_that_cannot_be_says_why(costs: list[int], stages: int, messag
 @pytest.mark.parametrize("stages", [1, 2, 3, 6])
 def test_stages_in_a_row_compute_the_bits_of_the_whole_model(model: Decoder, stages: int) -> None:
     tokens, targets = torch.randint(61, (2, 2, 12)).unbind(0)
-    parts = partition([1] * num_layers(model), stages)
-    modules = [make_stage(model, part) for part in parts]
+    modules = [make_stage(model, part) for part in partition([1] * num_layers(model), stages)]
     x = tokens
     for module in modules[:-1]:
         x = module(x)

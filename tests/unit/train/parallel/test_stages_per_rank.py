@@ -102,8 +102,7 @@ def pipelined(model: Any, schedule: Schedule, count: int) -> list[tuple[float, d
 
     def work(comm: Communicator, own: Any) -> tuple[float, dict[str, Tensor]]:
         stages = stages_of(own, schedule, comm.rank)
-        pipeline = Pipeline(stages, comm, schedule, tied=tied_of(stages))
-        loss = pipeline.run(*batch(2 * count))
+        loss = Pipeline(stages, comm, schedule, tied=tied_of(stages)).run(*batch(2 * count))
         assert loss is not None
         named = [item for stage in stages for item in stage.named_parameters()]
         assert all(param.grad is not None for _, param in named)
@@ -131,8 +130,7 @@ def test_gradients_of_every_schedule_have_the_bits_of_one_rank(
     name: str, ranks: int, config: GPTConfig | LlamaConfig
 ) -> None:
     count = 2 * ranks
-    schedule = make_schedule(name, ranks, count, virtual=SCHEDULES[name])
-    check_bits(whole(config), schedule, count)
+    check_bits(whole(config), make_schedule(name, ranks, count, virtual=SCHEDULES[name]), count)
 
 
 def test_text_of_a_user_runs_with_stages_placed_as_it_says() -> None:
@@ -249,8 +247,7 @@ def test_split_backward_under_autocast_has_the_bits_of_a_whole_one() -> None:
         def work(comm: Communicator) -> dict[str, Tensor]:
             (stage,) = stages_of(models[comm.rank], schedule, comm.rank)
             autocast = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
-            pipeline = Pipeline(stage, comm, schedule, tied=stage.tied, autocast=autocast)
-            pipeline.run(*batch(8))
+            Pipeline(stage, comm, schedule, tied=stage.tied, autocast=autocast).run(*batch(8))
             return {name: param.grad for name, param in stage.named_parameters()}
 
         return run_ranks(2, work)
@@ -435,8 +432,7 @@ def trained(
 @cache
 def of_plain_pipeline(ranks: int, tied: bool) -> dict[str, Tensor]:
     """One stage per rank, whole backwards, nothing cut; tested above against one rank."""
-    schedule = make_schedule("1f1b", ranks, 2 * ranks)
-    return trained(TIED if tied else LLAMA, schedule, 0)[0]
+    return trained(TIED if tied else LLAMA, make_schedule("1f1b", ranks, 2 * ranks), 0)[0]
 
 
 @pytest.mark.parametrize(("name", "stage_of_zero", "whole_stages"), [

@@ -67,8 +67,11 @@ def _table(records: list[registry.BackendRecord]) -> Table:
     for record in records:
         age = "" if record.age_s is None else f" (answered {record.age_s:.0f} s ago)"
         table.add_row(
-            "*" if record.chosen else "", record.name,
-            Text(record.status, style=STYLES[record.status]), record.kind or "",
-            Text(f"{record.distribution} {record.version}"), Text(record.reason + age),
-        )  # fmt: skip
+            "*" if record.chosen else "",
+            record.name,
+            Text(record.status, style=STYLES[record.status]),
+            record.kind or "",
+            Text(f"{record.distribution} {record.version}"),
+            Text(record.reason + age),
+        )
     return table

@@ -26,21 +26,26 @@ def command() -> None:
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
 @click.option("--out", type=PATH, required=True, help="Directory for the tokens; new or empty.")
 @click.option(
-    "--tokenizer", default="bytes", show_default=True,
+    "--tokenizer",
+    default="bytes",
+    show_default=True,
     help="bytes; a JSON file of tokenizers, or the directory of a model of transformers.",
-)  # fmt: skip
+)
 @click.option(
-    "--field", default="text", show_default=True,
+    "--field",
+    default="text",
+    show_default=True,
     help="Of JSON lines, tar files and Parquet; messages: conversations, with a model's directory.",
-)  # fmt: skip
+)
 @click.option(
     "--filter", "filters", multiple=True, metavar="NAME[:OPTION=VALUE,...]",
     help="Which documents stay; several, in order: docs/data.md has them.",
 )  # fmt: skip
 @click.option(
-    "--workers", type=click.IntRange(min=0),
+    "--workers",
+    type=click.IntRange(min=0),
     help="Processes that encode; 0: this one.  [default: one less than there are cores]",
-)  # fmt: skip
+)
 @click.option("--skip-corrupt", is_flag=True, help="Leave out what is damaged, and count it.")
 @click.option("--resume", is_flag=True, help="Go on in an --out that was not finished.")
 @_JSON
@@ -77,10 +82,14 @@ def prepare(
             bar.update(task, completed=at.files, total=at.num_files, text=text)
 
         about = preparing.prepare(
-            request, out, num_workers=cores - 1 if workers is None else workers,
-            skip_corrupt=skip_corrupt, resume=resume,
-            note=lambda text: click.echo(f"anychip: {text}", err=True), show=show,
-        )  # fmt: skip
+            request,
+            out,
+            num_workers=cores - 1 if workers is None else workers,
+            skip_corrupt=skip_corrupt,
+            resume=resume,
+            note=lambda text: click.echo(f"anychip: {text}", err=True),
+            show=show,
+        )
     _tell(out, about, as_json)
 
 

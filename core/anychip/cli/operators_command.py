@@ -33,7 +33,8 @@ def command(name: str | None, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({"schema": SCHEMA, "operators": facts}, indent=2))
     elif name is None:
-        Console(width=None if sys.stdout.isatty() else WIDE, highlight=False).print(_table(facts))
+        console = Console(width=None if sys.stdout.isatty() else WIDE, highlight=False)
+        console.print(_table(facts))
     else:
         click.echo(_text(facts[0]))
 

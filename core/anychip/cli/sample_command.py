@@ -30,17 +30,24 @@ class _Finite(click.FloatRange):
 @click.option("--best", is_flag=True, help="Of the best evaluation, not the last checkpoint.")
 @averaged_option
 @click.option(
-    "--max-tokens", type=click.IntRange(min=1),
+    "--max-tokens",
+    type=click.IntRange(min=1),
     help="Length of each text.  [default: the RUN's run.sample_tokens]",
-)  # fmt: skip
+)
 @click.option(
-    "--temperature", type=_Finite(min=0.0), default=0.8, show_default=True,
+    "--temperature",
+    type=_Finite(min=0.0),
+    default=0.8,
+    show_default=True,
     help="Above 1 flattens the probabilities; 0 takes the likeliest token.",
-)  # fmt: skip
+)
 @click.option(
-    "--top-p", type=_Finite(min=0.0, max=1.0, min_open=True), default=1.0, show_default=True,
+    "--top-p",
+    type=_Finite(min=0.0, max=1.0, min_open=True),
+    default=1.0,
+    show_default=True,
     help="Draw from the likeliest tokens, as few as have this part of the probability.",
-)  # fmt: skip
+)
 @click.option("--seed", type=click.IntRange(min=0), help="Of the draws.  [default: the RUN's]")
 @click.option("--backend", metavar="NAME", help="The chip that computes.  [default: the RUN's]")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; docs/cli.md has the schema.")
@@ -73,9 +80,13 @@ def command(
         asked_of = asking.without_held_out(settings)
         model = asking.trained(directory, asked_of, chip, fuse=anychip.fuse, averaged=averaged)
         texts = asking.continued(
-            model, asked, max_tokens or settings.run.sample_tokens,
-            seed=settings.run.seed if seed is None else seed, temperature=temperature, top_p=top_p,
-        )  # fmt: skip
+            model,
+            asked,
+            max_tokens or settings.run.sample_tokens,
+            seed=settings.run.seed if seed is None else seed,
+            temperature=temperature,
+            top_p=top_p,
+        )
     if not model.is_first:
         return
     if as_json:

@@ -61,9 +61,10 @@ PATH = _Path(path_type=Path)
 @click.command("train", cls=SettingsCommand)
 @click.argument("arguments", nargs=-1, metavar="[CONFIG.toml] [key=value ...]")
 @click.option(
-    "--backend", metavar="NAME[,NAME...]",
+    "--backend",
+    metavar="NAME[,NAME...]",
     help="The chip to train on, or one for each part of a pipeline; chosen when not given.",
-)  # fmt: skip
+)
 @click.option(
     "--data", type=PATH, multiple=True, help="Text files.  [default: what Python's help() shows]"
 )
@@ -77,13 +78,16 @@ PATH = _Path(path_type=Path)
 @click.option("--out", type=PATH, help="Directory for the results.  [default: runs/<time>]")
 @click.option("--resume", is_flag=True, help="Go on with the run in --out, with its settings.")
 @click.option(
-    "--compare", metavar="NAME",
+    "--compare",
+    metavar="NAME",
     help="Make every call of an operator on this chip too; stop at the first difference.",
-)  # fmt: skip
+)
 @click.option(
-    "--profile", type=click.IntRange(min=1), metavar="N",
+    "--profile",
+    type=click.IntRange(min=1),
+    metavar="N",
     help="Time the operators of N steps: trace.json for Perfetto, and a table.",
-)  # fmt: skip
+)
 @click.option("--settings", "lists", is_flag=True, help="List every setting; train nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, for programs.")
 @click.pass_context
@@ -415,7 +419,8 @@ def _served(out: Path) -> str:
     import anychip
     from anychip.dispatch.tally import Provenance, ProvenanceRow
 
-    parts = json.loads((out / "provenance.json").read_text(encoding="utf-8")).get("pipeline", ())
+    found = json.loads((out / "provenance.json").read_text(encoding="utf-8"))
+    parts = found.get("pipeline", ())
     return "\n\n".join(
         f"Rank {rank} of the pipeline, on {part['backend']} ({part['device']}):\n"
         + str(Provenance(ProvenanceRow(**row) for row in part["operators"]))

@@ -148,6 +148,8 @@ def out_of_memory(context: Context) -> None:
 def given(context: Context, nbytes: int, index: int | None = None) -> torch.UntypedStorage | None:
     """A storage, or None when it is refused: with what was asked for and is free, and no more."""
     backend = context.backend
+    if "memory_stats" in backend.capabilities:
+        backend.memory.empty_cache()  # what it holds would be free once something is refused
     here, free = backend.current_device(), backend.memory.info(index).free
     try:
         return backend.memory.allocate(nbytes, index)

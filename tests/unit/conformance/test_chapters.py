@@ -49,7 +49,7 @@ def test_backend_without_graphs_is_asked_only_whether_it_says_so() -> None:
     report = conformance.run(HonestRows(), chapters=["device"], select="graphs or capture")
     found = {result.case: (result.outcome, result.capability) for result in report.results}
     assert found.pop("device/undeclared/capture") == ("passed", None)
-    assert len(found) == 5
+    assert len(found) == 8
     assert set(found.values()) == {("unsupported", "graphs")}
 
 

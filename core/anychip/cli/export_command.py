@@ -15,12 +15,9 @@ SCHEMA = 1
 @click.argument("run", type=PATH)
 @click.argument("directory", type=PATH)
 @click.option(
-    "--part-size",
-    type=click.IntRange(min=1),
-    default=4096,
-    show_default=True,
+    "--part-size", type=click.IntRange(min=1), default=4096, show_default=True,
     help="MiB of a file at most.",
-)
+)  # fmt: skip
 @click.option("--adapters", is_flag=True, help="Of a RUN with LoRA: these alone, for PEFT.")
 @averaged_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; docs/cli.md has the schema.")

@@ -22,10 +22,9 @@ KINDS = ("python", "c-abi")
     help="python: for a chip that torch knows; c-abi: a C library makes it one.",
 )  # fmt: skip
 @click.option(
-    "--directory",
-    type=click.Path(path_type=Path, file_okay=False),
+    "--directory", type=click.Path(path_type=Path, file_okay=False),
     help="Where to write the project.  [default: anychip-NAME]",
-)
+)  # fmt: skip
 def command(name: str, kind: str, directory: Path | None) -> None:
     """Write a plugin project for the backend NAME: source, tests, conformance, CI script.
 
@@ -33,14 +32,11 @@ def command(name: str, kind: str, directory: Path | None) -> None:
     """
     _check_name(name)
     values = {
-        "name": name,
-        "title": name.capitalize(),
-        "package": f"anychip_{name}",
+        "name": name, "title": name.capitalize(), "package": f"anychip_{name}",
         "distribution": f"anychip-{name.replace('_', '-')}",
         "class_name": "".join(part.capitalize() for part in name.split("_")) + "Backend",
-        "api": repr(API_VERSION),
-        "anychip_version": anychip.__version__,
-    }
+        "api": repr(API_VERSION), "anychip_version": anychip.__version__,
+    }  # fmt: skip
     target = directory or Path(values["distribution"])
     files = templates.render(kind, values)
     if kind == "c-abi":

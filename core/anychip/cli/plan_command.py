@@ -27,21 +27,17 @@ SCHEMA = 1
 @click.command("plan", cls=SettingsCommand)
 @click.argument("arguments", nargs=-1, metavar="[CONFIG.toml] [key=value ...]")
 @click.option(
-    "--backend",
-    metavar="NAME[,NAME...]",
+    "--backend", metavar="NAME[,NAME...]",
     help="The chip to plan for, or one for each part of a pipeline; chosen when not given.",
-)
+)  # fmt: skip
 @click.option(
-    "--nproc",
-    type=click.IntRange(min=1),
+    "--nproc", type=click.IntRange(min=1),
     help="Ranks of the job.  [default: what the parallel sizes multiply to]",
-)
+)  # fmt: skip
 @click.option(
-    "--timeline",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE.svg",
+    "--timeline", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.svg",
     help="Draw who does what when, and the memory in use.",
-)
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; docs/cli.md has the schema.")
 def command(
     arguments: tuple[str, ...],
@@ -63,8 +59,7 @@ def command(
     names = chip_names(backend, configuration)
     if len(names) > 1:
         names = cutting.chips_of_stages(names, configuration)
-        run = replace(configuration.run, backend=names)
-        configuration = replace(configuration, run=run)
+        configuration = replace(configuration, run=replace(configuration.run, backend=names))
         chips = [registry.choose(name) for name in names]
     else:
         chips = [anychip.use(backend, config=next(iter(names), None))]
@@ -132,14 +127,11 @@ def _table(plan: RunPlan) -> Table:
         table.add_column(title, justify="right")
     for number, stage in enumerate(plan.stages):
         table.add_row(
-            str(number),
-            str(stage.rank),
-            f"{stage.layers.start} to {stage.layers.stop - 1}",
+            str(number), str(stage.rank), f"{stage.layers.start} to {stage.layers.stop - 1}",
             f"{_share(plan, stage):.1%}",
             *(f"{n:,}" for n in (stage.num_parameters, *stage.memory, stage.activations.saved)),
-            f"{stage.data_nbytes:,}",
-            f"{stage.pipeline_nbytes:,}",
-        )
+            f"{stage.data_nbytes:,}", f"{stage.pipeline_nbytes:,}",
+        )  # fmt: skip
     return table
 
 
@@ -196,14 +188,10 @@ def _candidates(plan: RunPlan) -> Table:
     quickest = min(candidate.makespan for candidate in plan.candidates)
     for each in plan.candidates:
         table.add_row(
-            each.name,
-            str(each.virtual),
-            f"{each.makespan / quickest:.3f}",
-            f"{each.idle:.1%}",
-            f"{each.nbytes:,}",
-            "yes" if each.fits else "no",
+            each.name, str(each.virtual), f"{each.makespan / quickest:.3f}", f"{each.idle:.1%}",
+            f"{each.nbytes:,}", "yes" if each.fits else "no",
             "chosen" if _is_chosen(plan, each) else "",
-        )
+        )  # fmt: skip
     return table
 
 
@@ -215,19 +203,14 @@ def _is_chosen(plan: RunPlan, candidate: Proposal) -> bool:
 def _to_json(plan: RunPlan) -> dict[str, Any]:
     timeline = plan.timeline
     return {
-        "schema": SCHEMA,
-        "parameters": plan.num_parameters,
-        "trained": plan.num_trained,
-        "precision": plan.policy.name,
-        "ranks": plan.sizes,
+        "schema": SCHEMA, "parameters": plan.num_parameters, "trained": plan.num_trained,
+        "precision": plan.policy.name, "ranks": plan.sizes,
         "zero_stage": plan.config.optimizer.stage,
         "schedule": plan.config.parallel.schedule if timeline else None,
-        "flops_per_byte": plan.flops_per_byte,
-        "rates_date": plan.rates and plan.rates.date,
+        "flops_per_byte": plan.flops_per_byte, "rates_date": plan.rates and plan.rates.date,
         "microbatches": plan.config.data.accumulation,
         "bubble": float(timeline.bubble_ratio) if timeline else 0.0,
-        "peak_nbytes": plan.arrangement.peaks,
-        "memory_limit": plan.memory_limit,
+        "peak_nbytes": plan.arrangement.peaks, "memory_limit": plan.memory_limit,
         "candidates": [
             {
                 "schedule": each.name,
@@ -256,4 +239,4 @@ def _to_json(plan: RunPlan) -> dict[str, Any]:
             }
             for stage in plan.stages
         ],
-    }
+    }  # fmt: skip

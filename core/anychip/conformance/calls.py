@@ -214,8 +214,8 @@ def _geometry(size: Sequence[int], layout: Layout) -> tuple[list[int], list[int]
         order = list(reversed(shape))
         return shape, list(reversed(_dense(order))), GUARD
     if layout == "channels last" and len(shape) > 2:
-        outer, *inner, channel = _dense([shape[0], *shape[2:], shape[1]])
-        return shape, [outer, channel, *inner], GUARD
+        first, *inner, channel = _dense([shape[0], *shape[2:], shape[1]])
+        return shape, [first, channel, *inner], GUARD
     if layout == "swapped":
         outer = _dense([*reversed(shape[:-1]), shape[-1]])[:-1]
         return shape, [*reversed(outer), 1], GUARD

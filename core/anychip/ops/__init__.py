@@ -2,8 +2,7 @@
 
 One typed function per operator. Shapes, dtypes and equations are in the docstrings and, in full, in
 ``anychip.operators``. Each function also has ``explain(...)``, which says for a call which
-implementation would serve it, and ``spec``. What stands in the files here are typed stubs, which
-:func:`anychip.operator` makes operators of: their docstring is all of their body.
+implementation would serve it, and ``spec``.
 
 float tensors are float32, bfloat16 or float16; sums are float32. Outputs are fresh, contiguous, and
 have the dtype of the first argument unless said otherwise. Shapes that do not fit raise ValueError.

@@ -14,6 +14,7 @@ def gelu(x: Tensor, *, approximate: Literal["none", "tanh"] = "none") -> Tensor:
 
     Source: Hendrycks and Gimpel 2016, arXiv:1606.08415.
     """
+    raise NotImplementedError
 
 
 @operator(operators.silu)
@@ -22,11 +23,13 @@ def silu(x: Tensor) -> Tensor:
 
     Source: Elfwing, Uchibe and Doya 2017, arXiv:1702.03118.
     """
+    raise NotImplementedError
 
 
 @operator(operators.relu)
 def relu(x: Tensor) -> Tensor:
     """``max(x, 0)``; NaN stays NaN, and the gradient at 0 is 0."""
+    raise NotImplementedError
 
 
 @operator(operators.relu2)
@@ -35,16 +38,19 @@ def relu2(x: Tensor) -> Tensor:
 
     Source: So et al. 2021, arXiv:2109.08668.
     """
+    raise NotImplementedError
 
 
 @operator(operators.sigmoid)
 def sigmoid(x: Tensor) -> Tensor:
     """``1 / (1 + exp(-x))``."""
+    raise NotImplementedError
 
 
 @operator(operators.tanh)
 def tanh(x: Tensor) -> Tensor:
     """The hyperbolic tangent."""
+    raise NotImplementedError
 
 
 @operator(operators.softplus)
@@ -54,6 +60,7 @@ def softplus(x: Tensor, *, beta: float = 1.0, threshold: float = 20.0) -> Tensor
     Args:
         beta: above 0.
     """
+    raise NotImplementedError
 
 
 @operator(operators.bias_gelu)
@@ -66,6 +73,7 @@ def bias_gelu(x: Tensor, bias: Tensor, *, approximate: Literal["none", "tanh"] =
 
     Source: Hendrycks and Gimpel 2016, arXiv:1606.08415.
     """
+    raise NotImplementedError
 
 
 @operator(operators.swiglu)
@@ -74,6 +82,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
     Source: Shazeer 2020, arXiv:2002.05202.
     """
+    raise NotImplementedError
 
 
 @operator(operators.geglu)
@@ -82,6 +91,7 @@ def geglu(gate: Tensor, up: Tensor, *, approximate: Literal["none", "tanh"] = "n
 
     Source: Shazeer 2020, arXiv:2002.05202.
     """
+    raise NotImplementedError
 
 
 @operator(operators.dropout)
@@ -111,6 +121,7 @@ def dropout(
         width: of the whole's rows, at least ``column + x.shape[-1]``; 0 without rows.
         column: of the whole, at which x begins.
     """
+    raise NotImplementedError
 
 
 @operator(operators.bias_dropout_add)
@@ -136,3 +147,4 @@ def bias_dropout_add(
 
     Source: Vaswani et al. 2017, arXiv:1706.03762, section 5.4.
     """
+    raise NotImplementedError

@@ -39,6 +39,7 @@ def rope(
 
     Source: Su et al. 2021, arXiv:2104.09864.
     """
+    raise NotImplementedError
 
 
 @operator(operators.softmax)
@@ -65,6 +66,7 @@ def softmax(
 
     Source: Vaswani et al. 2017, arXiv:1706.03762, section 3.2.1.
     """
+    raise NotImplementedError
 
 
 @operator(operators.attention)
@@ -90,6 +92,7 @@ def attention(
 
     Source: Vaswani et al. 2017, arXiv:1706.03762; Ainslie et al. 2023, arXiv:2305.13245.
     """
+    raise NotImplementedError
 
 
 @operator(operators.attention_dropout)
@@ -128,6 +131,7 @@ def attention_dropout(
 
     Source: Vaswani et al. 2017, section 5.4; Dao et al. 2022, arXiv:2205.14135, algorithm 2.
     """
+    raise NotImplementedError
 
 
 @operator(operators.attention_varlen)
@@ -160,3 +164,4 @@ def attention_varlen(
 
     Source: packing: Dao 2023, arXiv:2307.08691.
     """
+    raise NotImplementedError

@@ -17,6 +17,7 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float = 1e-6) -> Tensor:
 
     Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
+    raise NotImplementedError
 
 
 @operator(operators.layer_norm)
@@ -32,6 +33,7 @@ def layer_norm(
 
     Source: Ba, Kiros and Hinton 2016, arXiv:1607.06450.
     """
+    raise NotImplementedError
 
 
 @operator(operators.group_norm)
@@ -48,6 +50,7 @@ def group_norm(
 
     Source: Wu and He 2018, arXiv:1803.08494.
     """
+    raise NotImplementedError
 
 
 @operator(operators.add_rms_norm)
@@ -70,6 +73,7 @@ def add_rms_norm(
 
     Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
+    raise NotImplementedError
 
 
 @operator(operators.add_layer_norm)
@@ -92,6 +96,7 @@ def add_layer_norm(
 
     Source: Ba, Kiros and Hinton 2016, arXiv:1607.06450.
     """
+    raise NotImplementedError
 
 
 @operator(operators.dropout_add_rms_norm)
@@ -124,6 +129,7 @@ def dropout_add_rms_norm(
 
     Source: Srivastava et al. 2014, JMLR 15; Zhang and Sennrich 2019, arXiv:1910.07467.
     """
+    raise NotImplementedError
 
 
 @operator(operators.dropout_add_layer_norm)
@@ -157,3 +163,4 @@ def dropout_add_layer_norm(
 
     Source: Srivastava et al. 2014, JMLR 15; Ba, Kiros and Hinton 2016, arXiv:1607.06450.
     """
+    raise NotImplementedError

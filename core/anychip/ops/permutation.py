@@ -39,6 +39,7 @@ def permute(
 
     Source: Gale et al. 2022, arXiv:2211.15841.
     """
+    raise NotImplementedError
 
 
 @operator(operators.unpermute)
@@ -60,3 +61,4 @@ def unpermute(x: Tensor, row_map: Tensor, weights: Tensor | None = None) -> Tens
 
     Source: Gale et al. 2022, arXiv:2211.15841.
     """
+    raise NotImplementedError

@@ -23,6 +23,7 @@ def linear(
         out_dtype: the result's: None for x's, or float32, to which 16-bit products are then
             rounded once. The gradient that comes back is float32 too.
     """
+    raise NotImplementedError
 
 
 @operator(operators.grouped_linear)
@@ -46,6 +47,7 @@ def grouped_linear(
     Raises:
         ValueError: on a host, offsets that are not sorted or not within 0 to T.
     """
+    raise NotImplementedError
 
 
 @operator(operators.conv1d)
@@ -60,6 +62,7 @@ def conv1d(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Source: Gu and Dao 2023, arXiv:2312.00752, where it goes before the state space.
     """
+    raise NotImplementedError
 
 
 @operator(operators.conv2d)
@@ -81,6 +84,7 @@ def conv2d(
         stride, padding, dilation: for both dims, or for each.
         groups: O / groups outputs see C / groups channels each.
     """
+    raise NotImplementedError
 
 
 @operator(operators.embedding)
@@ -89,6 +93,7 @@ def embedding(indices: Tensor, weight: Tensor) -> Tensor:
 
     An index outside 0 to V - 1 is an IndexError on a host; on a device it is not looked for.
     """
+    raise NotImplementedError
 
 
 @operator(operators.cross_entropy)
@@ -112,6 +117,7 @@ def cross_entropy(
     Returns:
         float32, 0-dim, or the shape of target for ``none``.
     """
+    raise NotImplementedError
 
 
 @operator(operators.linear_cross_entropy)
@@ -141,6 +147,7 @@ def linear_cross_entropy(
 
     Source: Wijmans et al. 2024, arXiv:2411.09009.
     """
+    raise NotImplementedError
 
 
 @operator(operators.linear_cross_entropy_partials)
@@ -166,3 +173,4 @@ def linear_cross_entropy_partials(
 
     Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3; Wijmans et al. 2024, arXiv:2411.09009.
     """
+    raise NotImplementedError

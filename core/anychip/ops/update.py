@@ -11,6 +11,7 @@ from anychip.dispatch.operator import operator
 @operator(operators.l2_norm)
 def l2_norm(tensors: Sequence[Tensor]) -> Tensor:
     """Euclidean norm over all entries of all tensors: 0-dim float32. Not differentiable."""
+    raise NotImplementedError
 
 
 @operator(operators.sums_of_squares)
@@ -25,11 +26,13 @@ def sums_of_squares(tensors: Sequence[Tensor]) -> Tensor:
         first, the number of infinities, and that of NaN. Rows of parts add up to that of the whole,
         in any order; ``anychip.operators.squares.root`` makes norms of rows or of their sums.
     """
+    raise NotImplementedError
 
 
 @operator(operators.clip)
 def clip(tensors: Sequence[Tensor], norm: Tensor, *, max_norm: float = 1.0) -> None:
     """Scales the tensors in place by ``min(1, max_norm / (norm + 1e-6))``; norm 0-dim float32."""
+    raise NotImplementedError
 
 
 @operator(operators.unscale_and_check)
@@ -39,6 +42,7 @@ def unscale_and_check(grads: Sequence[Tensor], scale: Tensor, found_inf: Tensor)
     Args:
         scale, found_inf: 0-dim float32. found_inf is never set back to 0.
     """
+    raise NotImplementedError
 
 
 @operator(operators.adamw)
@@ -75,6 +79,7 @@ def adamw(
 
     Source: Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2.
     """
+    raise NotImplementedError
 
 
 @operator(operators.adamw_8bit)
@@ -114,6 +119,7 @@ def adamw_8bit(
     Source: Dettmers et al. 2022, arXiv:2110.02861, section 2; the codes are described in
     :mod:`anychip.operators.adamw_8bit`.
     """
+    raise NotImplementedError
 
 
 @operator(operators.sgd)
@@ -143,6 +149,7 @@ def sgd(
 
     Source: Sutskever et al. 2013, PMLR 28(3):1139.
     """
+    raise NotImplementedError
 
 
 @operator(operators.lion)
@@ -169,6 +176,7 @@ def lion(
 
     Source: Chen et al. 2023, arXiv:2302.06675, algorithm 2.
     """
+    raise NotImplementedError
 
 
 @operator(operators.lamb_sums_of_squares)
@@ -196,6 +204,7 @@ def lamb_sums_of_squares(
         ``anychip.operators.lamb.trust_ratios`` makes it the ``trust`` of :func:`lamb`, once it is
         added up over all shards.
     """
+    raise NotImplementedError
 
 
 @operator(operators.lamb)
@@ -226,3 +235,4 @@ def lamb(
 
     Source: You et al. 2019, arXiv:1904.00962, algorithm 2.
     """
+    raise NotImplementedError

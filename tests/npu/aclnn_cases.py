@@ -262,6 +262,8 @@ def shaping() -> list[Case]:
         Case("Arange", lambda a: torch.arange(2, 9, 3, device=a.device)),
         Case("Linspace", lambda a: torch.linspace(-1, 2, 7, device=a.device)),
         Case("Eye", lambda a: torch.eye(3, 4, device=a.device)),
+        Case("Complex", lambda a, b: torch.view_as_real(torch.complex(a, b)), TWO,
+             dtypes=FLOATS[:1]),
         Case("Cat", lambda a, b: torch.cat([a, b], 1), TWO),
         Case("Stack", lambda a, b: torch.stack([a, b], 1), TWO),
         Case("ConstantPadNd", lambda a: torch.nn.functional.pad(a, (1, 2), value=3.0)),

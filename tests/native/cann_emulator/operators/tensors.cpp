@@ -33,6 +33,9 @@ OPERATOR(aclnnLinspace, kAny, Scalar start, Scalar end, Int steps, Tensor out) {
 OPERATOR(aclnnEye, kAny, Int rows, Int columns, Tensor out) {
   write(out, at::eye(rows, columns, out.options()));
 }
+OPERATOR(aclnnComplex, kAny, Tensor real, Tensor imaginary, Tensor out) {
+  write(out, at::complex(real, imaginary));
+}
 
 OPERATOR(aclnnCat, kAny, Tensors tensors, Int dim, Tensor out) {
   write(out, at::cat(tensors, dim));

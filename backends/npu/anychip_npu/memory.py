@@ -1,12 +1,12 @@
 """Memory of a device: torch_npu's caching allocator.
 
-Statistics, peak and copies are the contract's defaults: torch.npu has calls of these meanings.
+Statistics and peak are the contract's defaults: torch.npu has calls of these meanings.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from anychip.contract import Memory, MemoryInfo
@@ -48,6 +48,22 @@ class NpuMemory(Memory):
         """
         self.backend.set_device(self.backend.current_device())
         return super().info(index)
+
+    def copy_async(
+        self, target: torch.Tensor, source: torch.Tensor, stream: torch.Stream | None = None
+    ) -> None:
+        """As the contract says; torch_npu 2.13 takes conjugate and negative views for plain."""
+        if not any(tensor.is_conj() or tensor.is_neg() for tensor in (target, source)):
+            return super().copy_async(target, source, stream)
+        with nullcontext() if stream is None else self.backend.use_stream(stream):
+            plain = source
+            if target.is_conj():
+                target, plain = target.conj(), plain.conj()
+            if target.is_neg():
+                target, plain = target._neg_view(), plain.to(target.dtype).neg()
+            super().copy_async(target, plain.resolve_conj().resolve_neg(), stream)
+        if stream is not None and source.device.type == self.backend.device_type:
+            source.record_stream(stream)
 
     def reset_peak(self, index: int | None = None) -> None:
         self.backend.device_module().init()  # an allocator that was not started has no counters

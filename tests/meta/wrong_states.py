@@ -108,6 +108,16 @@ def _packed(row: Row, x: Tensor, weight: Tensor, bias: Tensor | None, **attrs: A
     return row(x, _kept.setdefault(key, weight.detach().clone()), bias, **attrs)
 
 
+def _first(given: Tensor | None) -> Tensor | None:
+    # It is held, so that nothing else comes to lie at its address.
+    if given is None:
+        return None
+    found: tuple[Tensor, Tensor] = _kept.setdefault(
+        ("first", given.data_ptr(), tuple(given.shape)), (given, given.clone())
+    )
+    return found[1]
+
+
 def _made(operator: str, change: Callable[..., Any]) -> Callable[[], Backend]:
     right = reference_rows()
 
@@ -134,6 +144,12 @@ ARGUMENTS = (
         p=lambda p, x: _kept.setdefault(("p", x.dim()), p)),
     wrong_arguments("table-of-the-main-thread", "per-thread state", "rope",
         cos=lambda cos: cos * _local.table),
+    wrong_arguments("offsets-read-once", "cache by address", "grouped_linear",
+        offsets=lambda offsets: _first(offsets)),
+    wrong_arguments("mask-packed-once", "cache by address", "softmax",
+        mask=lambda mask: _first(mask)),
+    wrong_arguments("seed-read-once", "cache by address", "dropout", rng=lambda rng: _first(rng)),
+    wrong_arguments("rate-read-once", "cache by address", "adamw", lr=lambda lr: _first(lr)),
     wrong_gradients("backward-of-the-main-thread", "per-thread state", "swiglu",
         grad=lambda grad: grad * _local.table),
     wrong_gradients("value-gradient-needs-query", "wrong use of needs", "attention",

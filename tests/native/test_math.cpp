@@ -72,6 +72,39 @@ void test_extremes() {
   check_that(y[0] == 0.0f && y[1] == 1.0f && y[2] == 0.0f && y[3] == 1.0f, "cdf at its ends");
 }
 
+// Rounded once, as the C library has it: also of sums that cancel, that lie near a middle between
+// two numbers, that are subnormal, infinite or NaN.
+void test_fused() {
+  std::mt19937 random(1);
+  const auto any_float = [&] {
+    const uint32_t bits = random();
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+  };
+  for (int round = 0; round < 100000; ++round) {
+    float a[kLanes], b[kLanes], c[kLanes], y[kLanes];
+    for (int k = 0; k < kLanes; ++k) {
+      a[k] = k % 2 ? any_float() : std::ldexp(static_cast<float>(random() >> 8), -24);
+      b[k] = k % 2 ? any_float() : std::ldexp(static_cast<float>(random() >> 8), -24);
+      const float product = a[k] * b[k];
+      c[k] = k % 4 < 2 ? any_float() : k % 8 < 4 ? -product : std::ldexp(product, k % 3 * 24 - 24);
+      if (k == 4) c[k] = std::ldexp(1.0f, 24);  // the product decides about a half
+    }
+    store(y, tested::fused(load(a, AllLanes{}), load(b, AllLanes{}), load(c, AllLanes{})),
+          AllLanes{});
+    for (int k = 0; k < kLanes; ++k) {
+      const float want = std::fmaf(a[k], b[k], c[k]);
+      const bool same = std::isnan(want) ? std::isnan(y[k]) : !std::memcmp(&want, &y[k], 4);
+      if (same) continue;
+      char text[120];
+      std::snprintf(text, sizeof text, "fused(%a, %a, %a): expected %a, got %a", a[k], b[k], c[k],
+                    want, y[k]);
+      return check_that(false, text);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace anychip::cpu::test
 
@@ -79,5 +112,6 @@ int main() {
   using namespace anychip::cpu::test;
   for (const Function& function : kFunctions) test_function(function);
   test_extremes();
+  test_fused();
   return report("math");
 }

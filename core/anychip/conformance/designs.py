@@ -398,7 +398,7 @@ def _fill(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> None:
 
 
 _ENDS = ("cu_seqlens_q", "cu_seqlens_k", "offsets")
-"""Arguments whose numbers ascend."""
+"""Arguments whose numbers never fall: ends of groups."""
 
 
 def _moved(name: str, arg: Any) -> Any:

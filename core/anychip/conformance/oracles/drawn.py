@@ -390,12 +390,13 @@ def _grouped_linear(choose: Choices, draw: Draw) -> Arguments:
     offsets = _ends(choose, "lengths", large=((300, 5, 310, 16), (2048,), (5, 1000))).to(
         _index_dtype(choose, "dtype of offsets")
     )
-    rows = (int(offsets[-1]) if len(offsets) else 0) + choose.of("rows of no group", 0, 1, 5)
+    last = int(offsets[-1]) if len(offsets) else 0
+    rows = last + choose.of("rows of no group", 0, 1, 5)
     room = choose.room(max(rows, len(offsets)))
     inputs = room.size("inputs", none=True)
     outputs = choose.room(max(rows, inputs * len(offsets))).size("outputs", none=True)
     x = choose.values("x", draw, rows, inputs)
-    x[rows if not len(offsets) else int(offsets[-1]) :] = math.nan  # they are of no group
+    x[last:] = math.nan  # of no group
     weight = choose.values("weight", draw, len(offsets), outputs, inputs)
     return (x, weight, offsets), {"out_dtype": _out_dtype(choose)}
 

@@ -43,7 +43,7 @@ INSTALLED := $(VENV)/installed-$(call hash,echo $(OPTIONS) $(MODULES); cat $(sor
 help:
 	@echo 'make train    train a small GPT, about a minute on two cores; ARGS go to `anychip train`'
 	@echo 'make test     the tests and the conformance suite of the cpu backend, of large grids a thirty-seventh, of long'
-	@echo '              tests and operators a third; with ARGS, the tests that pytest chooses by them'
+	@echo '              tests and operators a sixth; with ARGS, the tests that pytest chooses by them'
 	@echo 'make test-all every test there is: all of test, test-cuda, test-npu, mutants and red-team; hours'
 	@echo 'make mutants  600 generated mistakes, which the conformance suite must find; docs/mutants.md'
 	@echo 'make red-team 500 generated wrong backends, right but for some calls; docs/red-team.md'

@@ -2,7 +2,7 @@
 
     python -m tests [--jobs N] [PYTEST ARGUMENT ...]
 
-Grids run one slice, long tests and the suite's operators one third (tests/slices.py), the suite at
+Grids run one slice, long tests and the suite's operators one sixth (tests/slices.py), the suite at
 level quick; with ``ANYCHIP_SLICE=all``, all of them and level full. With arguments, pytest alone
 runs, on what they choose. The end says where the time went, next to its budget. Exit status 1 when
 something failed.
@@ -31,7 +31,7 @@ def commands(jobs: int, arguments: Sequence[str], asked: slices.Slice) -> dict[s
         return {"test/pytest": [*pytest, *arguments]}
     anychip = str(Path(sysconfig.get_path("scripts")) / "anychip")
     suite = [anychip, "conformance", "--backend", "cpu", "--jobs", str(min(jobs, 2))]
-    suite += ["--level", "full"] if asked.number is None else slices.third_of_operators(asked)
+    suite += ["--level", "full"] if asked.number is None else slices.sixth_of_operators(asked)
     return {"test/pytest": [*pytest, "--slice"], "test/conformance": suite}
 
 

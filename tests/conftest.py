@@ -1,7 +1,7 @@
 """What every test runs under: this checkout's code, no settings of the person, no time limits.
 
 With ``--slice``, of tests marked ``grid`` only this commit's thirty-seventh runs, and of long ones
-a third (tests/slices.py). A run of more than one file ends with the files that took longest.
+a sixth (tests/slices.py). A run of more than one file ends with the files that took longest.
 """
 
 import gc
@@ -22,7 +22,7 @@ hypothesis.settings.load_profile("anychip")
 
 SLICE = pytest.StashKey[slices.Slice]()
 SLOWEST_FILES = 12
-LONG = tuple(slices.listed(slices.THIRDS))
+LONG = tuple(slices.listed(slices.LONG))
 LONGEST = ("tests/integration/cabi/test_sanitizers.py",)
 """Begin first: of two minutes in one process the last ones would be theirs alone."""
 
@@ -71,7 +71,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     gone += [c for c in long if not any(case.startswith(c) for case in ids)]
     if gone:
         raise pytest.UsageError(
-            f"{slices.FAILED_BEFORE.name} and {slices.THIRDS.name} list what is no case: {gone}"
+            f"{slices.FAILED_BEFORE.name} and {slices.LONG.name} list what is no case: {gone}"
         )
     others = [item for item in items if not is_asked(item, asked)]
     if others:
@@ -84,7 +84,7 @@ def is_asked(item: pytest.Item, asked: slices.Slice) -> bool:
     """Whether this commit runs a test."""
     if mark := item.get_closest_marker("grid"):
         return asked.takes(item.nodeid, *mark.args)
-    return not item.nodeid.startswith(LONG) or asked.takes(item.nodeid, parts=3)
+    return not item.nodeid.startswith(LONG) or asked.takes(item.nodeid, parts=slices.PARTS)
 
 
 def pytest_collection_finish() -> None:

@@ -6,8 +6,8 @@ a case belongs to slice ``stable_hash(id) mod 37``, and commit n (counted along 
 slice ``n mod 37``, so that 37 consecutive commits ask everything. A case that has failed once
 stands in ``tests/failed_before.txt`` and is asked by every commit. Cases that share what is dear,
 like a job of ranks, are marked ``grid("its name")`` and are of one slice. Of tests that take
-long, whose ids begin as a line of ``tests/thirds.txt`` does, a slice asks
-the third of its number mod 3: three commits ask all, or four where slices begin anew.
+long, whose ids begin as a line of ``tests/long.txt`` does, a slice asks
+the sixth of its number mod 6: six commits ask all, or seven where slices begin anew.
 
 ``ANYCHIP_SLICE`` (0 to 36, or ``all``) overrides the count, and must be set where there is no
 history to count: in an unpacked archive, or in a shallow clone.
@@ -23,11 +23,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FAILED_BEFORE = Path(__file__).with_name("failed_before.txt")
-THIRDS = Path(__file__).with_name("thirds.txt")
-SLICES = 37
+LONG = Path(__file__).with_name("long.txt")
+SLICES, PARTS = 37, 6
 VARIABLE = "ANYCHIP_SLICE"
 LONG_CHAPTERS = ("streams/", "optimizer/", "zero/", "pipeline/", "training/", "errors/")
-"""Of an emulated chip a commit asks a third."""
+"""Of an emulated chip a commit asks a sixth."""
 
 
 _NO_HISTORY = (
@@ -106,7 +106,7 @@ def remember(cases: Iterable[str]) -> list[str]:
 def suite_words(asked: Slice, family: str, report: Path) -> list[str]:
     """Arguments of ``anychip conformance``: operators of a slice, long chapters by turn, all else.
 
-    A case of the grid is an operator here, ``<family>/<name>``, or a world of three ranks or four.
+    A case of the grid is an operator here, ``<family>/<name>``, or a world of several ranks.
     """
     from anychip.operators import all_specs
 
@@ -114,20 +114,19 @@ def suite_words(asked: Slice, family: str, report: Path) -> list[str]:
     if asked.number is not None:
         names = [spec.name for spec in all_specs() if asked.takes(f"{family}/{spec.name}")]
         # A world of ranks that each emulate a device takes minutes, a chapter half of one.
-        parts = {"collectives/3/": SLICES, "collectives/4/": SLICES} | dict.fromkeys(
-            LONG_CHAPTERS, 3
-        )
+        parts = {"collectives/3/": SLICES, "collectives/4/": SLICES, "collectives/2/": PARTS}
+        parts |= dict.fromkeys(LONG_CHAPTERS, PARTS)
         left_out = [c for c, n in parts.items() if not asked.takes(f"{family}/{c}", parts=n)]
         others = f"not ({' or '.join(['operators/', 'gradients/', *left_out])})"
         words += ["-k", " or ".join([others, *(f"/{name}/" for name in names)])]
     return words
 
 
-def third_of_operators(asked: Slice) -> list[str]:
-    """Arguments of ``anychip conformance``: a third of the operators, and every other question."""
+def sixth_of_operators(asked: Slice) -> list[str]:
+    """Arguments of ``anychip conformance``: a sixth of the operators, and every other question."""
     from anychip.operators import all_specs
 
-    names = (s.name for s in all_specs() if asked.takes(f"cpu/conformance/{s.name}", parts=3))
+    names = (s.name for s in all_specs() if asked.takes(f"cpu/conformance/{s.name}", parts=PARTS))
     words = ["not (operators/ or gradients/)", *(f"/{name}/" for name in names)]
     return ["--level", "quick", "-k", " or ".join(words)]
 

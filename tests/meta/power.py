@@ -42,8 +42,8 @@ import torch
 from anychip.conformance.bounds import STATISTICAL_COUNT
 from anychip.conformance.formats import FORMATS, Array
 from anychip.conformance.oracles import training as curves
-from anychip.conformance.oracles.training_data import enlarge
 from tests.meta.spoilt import Asked, Fewer, Result, Rules, dtypes_of, quick_calls, telling
+from tests.meta.training_data import enlarge
 
 RUNS = 299
 PILOTS = 8

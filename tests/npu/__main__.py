@@ -5,7 +5,7 @@
 Makes an environment with torch_npu, builds the CANN emulator for it, and runs the steps on it. Each
 writes what it prints to build/npu_logs; the end says which failed, and where the time went. Exit
 status 1 when one did. A commit runs one slice (tests/slices.py) of what is a grid: rows and
-operators by dtypes, and the operators in the conformance suite; of its long chapters a third.
+operators by dtypes, and the operators in the conformance suite; of its long chapters a sixth.
 """
 
 import argparse

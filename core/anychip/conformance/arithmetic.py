@@ -83,7 +83,9 @@ class Rounded:
     def exact(cls, value: Any, format: Format = FP32) -> Rounded:
         """A number that the computation is given; only a flushed subnormal one has an error."""
         array = np.asarray(value, dtype=np.float64)
-        flushed = np.where(np.abs(array) < SMALLEST_NORMAL, np.abs(array) / UNIT, 0.0)
+        size = np.abs(array)
+        subnormal = (size < SMALLEST_NORMAL) & (size > 0.0)
+        flushed = np.where(subnormal, size / UNIT, 0.0) if subnormal.any() else np.zeros(())
         return cls(array, flushed, flushed, format)
 
     @classmethod
@@ -99,7 +101,7 @@ class Rounded:
 
     def __add__(self, other: Rounded | Array | float) -> Rounded:
         b = as_rounded(other)
-        return _rounded(self.value + b.value, self.worst + b.worst, np.hypot(self.spread, b.spread))
+        return _rounded(self.value + b.value, self.worst + b.worst, root(self.spread, b.spread))
 
     def __neg__(self) -> Rounded:
         return Rounded(-self.value, self.worst, self.spread, self.format)
@@ -116,7 +118,7 @@ class Rounded:
         return _rounded(
             self.value * b.value,
             x * b.worst + y * self.worst,
-            np.hypot(x * b.spread, y * self.spread),
+            root(x * b.spread, y * self.spread),
         )
 
     def __truediv__(self, other: Rounded | Array | float) -> Rounded:
@@ -126,7 +128,7 @@ class Rounded:
         return _rounded(
             value,
             (self.worst + x * b.worst) / y,
-            np.hypot(self.spread, x * b.spread) / y,
+            root(self.spread, x * b.spread) / y,
             2 * ULP["divide"],
         )
 
@@ -156,8 +158,7 @@ class Rounded:
         count = math.prod(self.value.shape[a] for a in axes)
 
         def total(array: Array) -> Array:
-            result: Array = np.sum(array, axis=axes, keepdims=keepdims)
-            return result
+            return np.asarray(np.sum(array, axis=axes, keepdims=keepdims))
 
         value, squares = total(self.value), total(self.value**2)
         return Rounded(
@@ -175,7 +176,7 @@ class Rounded:
         if format.digits >= FP32.digits:
             return self
         size = (np.abs(self.value) * format.unit + format.smallest / 2) / UNIT
-        return Rounded(self.value, self.worst + size, np.hypot(self.spread, size))
+        return Rounded(self.value, self.worst + size, root(self.spread, size))
 
 
 def _rounded(value: Any, worst: Any, spread: Any, c: float = 1.0) -> Rounded:
@@ -185,7 +186,7 @@ def _rounded(value: Any, worst: Any, spread: Any, c: float = 1.0) -> Rounded:
     infinite = np.isinf(value)
     if infinite.any():
         size = np.where(infinite, 0.0, size)
-    return Rounded(value, worst + size, np.hypot(spread, size))
+    return Rounded(value, worst + size, root(spread, size))
 
 
 def as_rounded(number: Rounded | Array | float) -> Rounded:
@@ -231,14 +232,22 @@ def matmul(a: Rounded, b: Rounded) -> Rounded:
     value = a.value @ b.value
     x, y = np.abs(a.value), np.abs(b.value)
     x2, y2 = x**2, y**2
-    products, squares = x @ y, x2 @ y2
-    worst = x @ _whole(b, "worst") + _whole(a, "worst") @ y
-    variance = x2 @ _whole(b, "spread") ** 2 + _whole(a, "spread") ** 2 @ y2
-    return Rounded(
-        value,
-        worst + (count + 1) * products + count * FLUSH,
-        np.sqrt(variance + squares + count * (value**2 + squares + FLUSH**2)),
-    )
+    squares = x2 @ y2
+    worst = (count + 1) * (x @ y) + count * FLUSH
+    variance = squares + count * (value**2 + squares + FLUSH**2)
+    if b.worst.any():  # numbers that are given have no error to pass on
+        worst += x @ _whole(b, "worst")
+        variance += x2 @ _whole(b, "spread") ** 2
+    if a.worst.any():
+        worst += _whole(a, "worst") @ y
+        variance += _whole(a, "spread") ** 2 @ y2
+    return Rounded(value, worst, np.sqrt(variance))
+
+
+def root(a: Array, b: Array) -> Array:
+    """The root of the sum of squares; hypot takes nine times as long, where squares fit."""
+    found: Array = np.sqrt(a * a + b * b)
+    return found if np.isfinite(found).all() else np.hypot(a, b)
 
 
 def broadcast(array: Array, shape: tuple[int, ...]) -> Array:
@@ -314,4 +323,4 @@ def sigmoid(x: Rounded) -> Rounded:
     # division.
     own = 2 * ULP["exp"] * (1.0 - value) + 1.0 + 2 * ULP["divide"]
     size = own * value + FLUSH
-    return Rounded(value, slope * x.worst + size, np.hypot(slope * x.spread, size))
+    return Rounded(value, slope * x.worst + size, root(slope * x.spread, size))

@@ -112,22 +112,27 @@ def measure(
         return _rejected(name, got, f"a float or integer tensor expected, got {got.dtype}")
     format = STORED[got.dtype]
     actual = got.detach().to(HOST, torch.float64).numpy()
-    worst, spread = _in_numbers(want.worst, want.shape), _in_numbers(want.spread, want.shape)
+    worst = _in_numbers(want.worst, want.shape)
     wrong, settled = _special(actual, want.value, worst, format)
-    error = np.where(settled, 0.0, np.abs(actual - np.where(settled, 0.0, want.value)))
-    size = np.where(settled, 0.0, np.abs(want.value))
+    with np.errstate(invalid="ignore"):  # of infinite numbers, which are settled
+        error, size = np.abs(actual - want.value), np.abs(want.value)
+    if settled.any():
+        error, size = (np.where(settled, 0.0, each) for each in (error, size))
     # The final rounding is that of the computed number, which may be in the next binade.
     half = ulp(size + worst, format) / 2
-    ratio = np.where(wrong, np.inf, error / (half + worst))
-    statistic = (error / (half + spread))[~settled]
-    ulps = np.where(wrong, np.inf, error / (2 * half))
-    errors = Errors(actual, want.value, ratio, ulps, statistic if statistical else None)
-    return _verdict(name, format, errors)
+    ratio, ulps = error / (half + worst), error / (2 * half)
+    if wrong.any():
+        ratio, ulps = (np.where(wrong, np.inf, each) for each in (ratio, ulps))
+    statistic = None
+    if statistical:
+        statistic = (error / (half + _in_numbers(want.spread, want.shape)))[~settled]
+    return _verdict(name, format, Errors(actual, want.value, ratio, ulps, statistic))
 
 
 def _in_numbers(bound: Array, shape: tuple[int, ...]) -> Array:
     # An Inf or NaN among a row's inputs leaves no bound; what is finite then has to be exact.
-    numbers: Array = np.where(np.isfinite(bound), bound, 0.0) * UNIT
+    known = np.isfinite(bound)
+    numbers: Array = (bound if known.all() else np.where(known, bound, 0.0)) * UNIT
     return broadcast(numbers, shape)
 
 

@@ -255,10 +255,13 @@ class PlacedCall:
 
     def touched(self, written: Sequence[int]) -> str | None:
         """What the call changed that its schema does not declare; None when all is well."""
+        seen = set[tuple[int, bool]]()
         for index, name, tensor in self.placed:
-            problem = tensor.touched(written=index in written)
+            once = id(tensor if tensor.taken is None else tensor.taken), index in written
+            problem = None if once in seen else tensor.touched(written=once[1])
             if problem is not None:
                 return f"{name}: {problem}"
+            seen.add(once)
         return None
 
     def check_apart(self, names: Sequence[str], results: Sequence[Tensor]) -> None:

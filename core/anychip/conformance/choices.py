@@ -48,8 +48,8 @@ ROWS: Classes = {
     "thousands": ((4096,), (6720,), (20000,), (8191,), (3, 1500), (66000,), (16384,)),
 }  # fmt: skip
 """All dims but the last."""
-SHAPES: Classes = {"of any sizes": ((),), "large": ((130, 512), (260, 253))}
-"""Large: what is split over threads and blocks, and more than 2^16 elements."""
+SHAPES: Classes = {"of any sizes": ((),), "large": ((130, 512), (72, 256), (260, 253), (91, 203))}
+"""Large: what is split over threads and blocks, and every second one more than 2^16 elements."""
 FEW_ROWS, MOST_ROWS, LARGEST = 130, 66000, 70000
 ELEMENTS = tuple(
     1 << bits for bits in (12, 13, 14, 12, 15, 13, 12, 17, 12, 13, 14, 12, 15, 13, 12, 12)

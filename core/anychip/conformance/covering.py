@@ -18,22 +18,26 @@ that level's own combinations only.
 from __future__ import annotations
 
 import itertools
+import random
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 Rows = NDArray[np.int64]
-Bools = NDArray[np.bool_]
+Places = int
+"""A set of levels: a bit for each, at its place in the sequence of all levels of all factors."""
 FIRST = 2
 """So often the simplest row comes before all: a third call of all, or an eighth, is a plain one."""
 DRAWN = 8
 """A level that none of so many rows could have is one that nothing can have."""
 IN_VAIN = 2
-"""A pair that so many rows could not have, and none could, is kept apart but for its own row."""
+"""After so many rows that were to have a pair all else is simplest. One that two could not have,
+and none could, is kept apart but for its own row."""
 PERSISTENT = 4
 """So many rows are made for a combination of which any two levels have been seen to go together."""
 
@@ -48,23 +52,28 @@ class CoveringArray:
     """
 
     def __init__(self, strength: int, seed: int = 0) -> None:
-        self.strength, self._random = strength, np.random.default_rng(seed)
-        self.factors: dict[str, slice] = {}
+        self.strength, self._random = strength, random.Random(seed)
+        self.factors: dict[str, range] = {}
         self.row: dict[str, int] = {}
         self.places: dict[str, int] = {}
-        self._missing: Bools = np.zeros((0,) * strength, np.bool_)
-        """A cube: each combination stands there once for every order of its factors."""
-        nothing: Bools = np.zeros((0, 0), np.bool_)
-        self._had, self._could, self._in_vain = nothing, nothing, nothing.astype(np.int64)
-        """Of any two levels: whether a row had both; whether one could have; how many could not."""
-        self._hides: Bools = nothing.reshape(0)
-        self._feasible, self._kept = self._hides, self._hides
-        """Of each level: whether it hides what others do; whether any row could have it; whether
-        this row had better not, which would lose its start."""
+        self._every: Places = 0
+        self._missing: dict[tuple[int, ...], Places] = {}
+        """By all places of a combination but one, in any order: the last ones of those missing."""
+        self._had: list[Places] = []
+        self._could: list[Places] = []
+        self._once: list[Places] = []
+        self._vain: list[Places] = []
+        """Of any two levels: whether a row had both; whether one could have; whether one could not;
+        and whether a second one could not."""
+        self._hides: Places = 0
+        self._kept: Places = 0
+        """Of each level: whether it hides what others do; whether this row had better not have it,
+        which would lose its start."""
         self._always = set[int]()
         """Places of levels that hide in every row."""
-        self._drawn = self._in_vain.reshape(0)
-        """Of each level: how many rows that were not to be simple asked for its factor."""
+        self._drawn: list[float] = []
+        """Of each level that none could have: how many rows that were not to be simple asked for
+        its factor; of others minus infinity."""
         self._alone: list[tuple[int, ...]] = [()] * FIRST
         """The starts of the first rows: nothing, and each level that is not its factor's first."""
         self._start: tuple[int, ...] = ()
@@ -75,26 +84,27 @@ class CoveringArray:
         """By start, the rows that were to have it and have not."""
         self._fixed: list[int] = []
         """The row's levels so far, as places; and all those that it cannot have."""
-        self._cannot: list[int] = []
+        self._cannot: Places = 0
         self._turns: Counter[tuple[str, int]] = Counter()
         """By factor and level, the rows that were asked."""
 
     def begin(self) -> bool:
         """Starts a row, unless nothing is missing any more."""
-        self.row, self.places, self._fixed, self._cannot = {}, {}, [], []
-        dead = ~self._feasible & (self._drawn >= DRAWN)
+        self.row, self.places, self._fixed, self._cannot = {}, {}, [], 0
         start = self._alone[0] if self._alone else self._some()
-        while start is not None and dead[list(start)].any():
-            self._leave_out(tuple(place for place in start if dead[place])[:1])
+        while dead := [place for place in start or () if self._drawn[place] >= DRAWN]:
+            self._leave_out(tuple(dead[:1]))
             start = self._some()
         if start is None:
             return False
-        pairs = [pair for pair in itertools.combinations(start, 2) if self._apart(*pair)]
+        pairs = [(a, b) for a, b in itertools.combinations(start, 2) if self._apart(a) >> b & 1]
         self._simple = bool(self._alone or pairs) or start in self._tried
         self._start = (*pairs, start)[0]
         self._simple_throughout = bool(self._alone) or self._tried[self._start] >= IN_VAIN
         self._alone = self._alone[1:]
-        self._kept = self._apart(list(self._start), slice(None))
+        self._kept = 0
+        for place in self._start:
+            self._kept |= self._apart(place)
         return True
 
     def level(self, factor: str, can: Sequence[bool]) -> int:
@@ -105,12 +115,15 @@ class CoveringArray:
         """
         if factor not in self.factors:
             self._add(factor, len(can))
-        block = self.factors[factor]
-        self._cannot += [block.start + level for level, it in enumerate(can) if not it]
-        mine = [level for level, it in enumerate(can) if it and block.start + level in self._start]
-        level = mine[0] if mine else self._chosen(block, can)
-        self.row[factor], self.places[factor] = level, self._turns[factor, level]
-        self._fixed.append(block.start + level)
+        first = self.factors[factor].start
+        fitting = [first + level for level, it in enumerate(can) if it]
+        if len(fitting) < len(can):
+            self._cannot |= _of(self.factors[factor]) & ~_set(fitting)
+        mine = [place for place in self._start if place in fitting]
+        place = mine[0] if mine else self._chosen(fitting)
+        self.row[factor] = level = place - first
+        self.places[factor] = self._turns[factor, level]
+        self._fixed.append(place)
         return level
 
     def end(self, refused: Collection[str] = (), hiding: Collection[str] = ()) -> bool:
@@ -123,14 +136,18 @@ class CoveringArray:
         self._learn()
         had = {f: self.factors[f].start + n for f, n in self.row.items() if f not in refused}
         hides = [place for f, place in had.items() if f in hiding or place in self._always]
-        self._hides[hides] = True
-        _mark(self._had, list(had.values()), hides, to=True)
-        is_new = _mark(self._missing, list(had.values()), hides, to=False) or not self._start
+        self._hides |= _set(hides)
+        seen = hides if len(hides) > 1 else [*had.values()]
+        for some, others in ((hides or seen, seen), (seen, hides or seen)):
+            for place in some:
+                self._had[place] |= _set(others)
+        is_new = self._found(list(had.values()), hides) or not self._start
         start, lacks = self._start, not set(self._start) <= set(had.values())
-        lacks = bool(self._missing[start]) if len(start) == self.strength else lacks
+        if len(start) == self.strength:
+            lacks = bool(self._missing.get(start[:-1], 0) >> start[-1] & 1)
         if lacks and len(start) >= min(self.strength, 2):
             self._tried[start] += 1
-            can_be = all(self._could[pair] for pair in itertools.combinations(start, 2))
+            can_be = all(self._could[a] >> b & 1 for a, b in itertools.combinations(start, 2))
             if self._simple and (not can_be or self._tried[start] == PERSISTENT):
                 self._leave_out(start)
         if is_new:
@@ -141,106 +158,138 @@ class CoveringArray:
         """The row's level of it has turned out to hide what others do, in whatever row."""
         self._always.add(self.factors[factor].start + self.row[factor])
 
-    def asked(self) -> NDArray[np.float64]:
+    def asked(self) -> list[list[float]]:
         """(factors, factors) of the pairs of levels, or levels, that can be, the part in a row."""
-        blocks = list(self.factors.values())
-        meet = np.stack([self._could[:, b].any(1) for b in blocks], 1)  # levels with factors
-        found = np.ones((len(blocks), len(blocks)))
-        for (i, a), (j, b) in itertools.product(enumerate(blocks), repeat=2):
-            can = a.stop - a.start if i == j else meet[a, j].sum() * meet[b, i].sum()
-            found[i, j] = self._had[a, b].sum() / max(can, 1)
-        return found.clip(max=1.0)
+
+        def meeting(a: range, b: range) -> int:
+            return sum(bool(self._could[place] & _of(b)) for place in a)
+
+        def part(a: range, b: range) -> float:
+            found = sum((self._had[place] & _of(b)).bit_count() for place in a)
+            return min(found / max(len(a) if a == b else meeting(a, b) * meeting(b, a), 1), 1.0)
+
+        return [[part(a, b) for b in self.factors.values()] for a in self.factors.values()]
 
     def _add(self, factor: str, count: int) -> None:
         """Another factor, all of whose combinations are missing."""
-        first = len(self._hides)
-        self.factors[factor] = slice(first, first + count)
-        self._alone += [(first + level,) for level in range(1, count)]
-        cube = np.ones((first + count,) * self.strength, np.bool_)
-        for block in self.factors.values():  # two levels of one factor never meet
-            for axes in itertools.combinations(range(self.strength), 2):
-                cube[tuple(block if axis in axes else slice(None) for axis in range(cube.ndim))] = 0
-        cube[(slice(first),) * self.strength] = self._missing
-        self._missing = cube
-        for name in ("had", "could", "in_vain", "hides", "feasible", "drawn", "kept"):
-            setattr(self, f"_{name}", np.pad(getattr(self, f"_{name}"), (0, count)))
+        block = range(len(self._drawn), len(self._drawn) + count)
+        self.factors[factor], self._every = block, self._every | _of(block)
+        self._alone += [(place,) for place in block[1:]]
+        for known in self._had, self._could, self._once, self._vain:
+            known += [0] * count
+        self._drawn += [0] * count
+        # Two levels of one factor never meet.
+        for blocks in itertools.permutations(self.factors.values(), self.strength - 1):
+            is_new = block in blocks
+            more = self._every & ~sum(map(_of, blocks)) if is_new else _of(block)
+            for places in itertools.product(*blocks):
+                self._missing[places] = self._missing.get(places, 0) | more
 
     def _some(self) -> tuple[int, ...] | None:
         """One of the missing combinations, as places."""
-        flat = self._missing.reshape(-1)
-        begin = int(self._random.integers(flat.size))
-        place = begin + int(flat[begin:].argmax())  # from there on: nothing is counted
-        place = place if flat[place] else int(flat.argmax())
-        found = np.unravel_index(place, self._missing.shape)
-        return tuple(sorted(int(at) for at in found)) if flat[place] else None
+        if not self._missing:
+            return None
+        places = self._random.choice(list(self._missing))
+        return tuple(sorted((*places, self._random.choice(_members(self._missing[places])))))
 
     def _leave_out(self, combination: tuple[int, ...]) -> None:
         """It, or whatever it is part of, is not missing any more."""
-        _mark(self._missing, list(range(len(self._hides))), list(combination), to=False)
+        self._found(range(len(self._drawn)), list(combination))
 
-    def _apart(self, some: int | list[int], others: int | slice) -> Bools:
-        """Whether levels seem not to go together with one of some."""
-        vain, could = self._in_vain[some, others], self._could[some, others]
-        return np.asarray(((vain >= IN_VAIN) & ~could).any(0))
+    def _apart(self, place: int) -> Places:
+        """Levels that seem not to go together with one."""
+        return self._vain[place] & ~self._could[place]
 
-    def _chosen(self, block: slice, can: Sequence[bool]) -> int:
+    def _chosen(self, fitting: list[int]) -> int:
         """The level that brings the most, or the simplest, of those that leave the start what it
         needs.
         """
+        kept = [place for place in fitting if not self._kept >> place & 1]
         if self._simple and (self._simple_throughout or not set(self._start) <= set(self._fixed)):
-            kept = self._kept[block].tolist()
-            fitting = (level for level, it in enumerate(can) if it and not kept[level])
-            return next(fitting, list(can).index(True))
+            return (kept or fitting)[0]
         own = list(dict.fromkeys((*self._fixed, *self._start)))
-        hides = [place for place in own if self._hides[place]]
-        gains = self._gains(block, own, hides) + self._random.random(len(can))
-        unwanted = self._kept[block] | (self._hides[block] & (len(hides) < self.strength))
-        gains[unwanted] = -1.0
-        gains[[level for level, it in enumerate(can) if not it]] = -2.0
-        return int(gains.argmax())
-
-    def _gains(self, block: slice, row: list[int], hides: list[int]) -> NDArray[np.float64]:
-        """Missing combinations that each level makes with a row's."""
+        hides = [place for place in own if self._hides >> place & 1]
+        if len(hides) < self.strength:
+            kept = [place for place in kept if not self._hides >> place & 1]
         others = self.strength - 1
-        axes = [[place] for place in hides] + [row] * (others - len(hides))
-        found = self._missing[block]
-        for axis, places in enumerate(axes if len(hides) <= others else [hides] * others):
-            found = found.take(places, axis=axis + 1)
-        return np.asarray(found.sum(tuple(range(1, found.ndim))), np.float64)
+        axes = [[place] for place in hides] + [own] * (others - len(hides))
+        axes = axes if len(hides) <= others else [hides] * others
+        gains = [self._gain(place, axes) + self._random.random() for place in kept]
+        return kept[gains.index(max(gains))] if kept else fitting[0]
+
+    def _gain(self, place: int, axes: list[list[int]]) -> int:
+        """Missing combinations that a level makes with those of a row, one of each axis."""
+        if not axes:
+            return self._missing.get((), 0) >> place & 1
+        last = _set(axes[-1])
+        before = itertools.product(*axes[:-1])
+        return sum((self._missing.get((place, *some), 0) & last).bit_count() for some in before)
 
     def _learn(self) -> None:
         """Which levels the row could have beside those before."""
-        fixed = np.array(self._fixed, np.int64)
-        could = np.zeros(len(self._hides), np.bool_)
-        turn = np.full(len(self._hides), len(fixed))
-        for number, factor in enumerate(self.row):
-            could[self.factors[factor]], turn[self.factors[factor]] = True, number
-        self._drawn[could] += not self._simple
-        could[self._cannot] = False
-        self._feasible |= could
-        beside = np.arange(len(fixed)) < turn[:, None]
-        self._could[:, fixed] |= beside & could[:, None]
-        self._could[fixed] |= (beside & could[:, None]).T
-        self._in_vain[:, fixed] += beside & ~could[:, None]
-        self._in_vain[fixed] += (beside & ~could[:, None]).T
+        places, before, rest = list[int](), 0, self._every
+        for factor, place in zip(self.row, self._fixed, strict=True):
+            block = self.factors[factor]
+            can, cannot = _of(block) & ~self._cannot, _of(block) & self._cannot
+            for each in block:
+                self._drawn[each] += -inf if can >> each & 1 else not self._simple
+                self._could[each] |= before if can >> each & 1 else 0
+            for each in places:
+                self._could[each] |= can
+            self._apart_from(cannot, places, before)
+            rest &= ~_of(block)
+            before |= 1 << place
+            places.append(place)
+        self._apart_from(rest, places, before)
+
+    def _apart_from(self, levels: Places, places: list[int], before: Places) -> None:
+        """One row more could not have some levels beside those at the places before."""
+        beside = {**dict.fromkeys(_members(levels), before), **dict.fromkeys(places, levels)}
+        for place, others in beside.items() if levels else ():
+            self._vain[place] |= self._once[place] & others
+            self._once[place] |= others
+
+    def _found(self, row: Sequence[int], hides: list[int]) -> bool:
+        """Combinations of a row that count are not missing: those with all that hides, if any.
+
+        Returns:
+            whether one of them was.
+        """
+        is_new = False
+        if len(hides) >= self.strength:
+            row, hides = hides, []
+        for axes in itertools.permutations(range(self.strength), len(hides)):
+            where = [row] * self.strength
+            for axis, place in zip(axes, hides, strict=True):
+                where[axis] = [place]
+            last = _set(where[-1])
+            for places in itertools.product(*where[:-1]):
+                missing = self._missing.get(places, 0)
+                if missing & last:
+                    is_new = True
+                    self._missing[places] = missing & ~last
+                    if not self._missing[places]:
+                        del self._missing[places]
+        return is_new
 
 
-def _mark(cube: Bools, row: list[int], hides: list[int], *, to: bool) -> bool:
-    """Sets the combinations of a row that count: those with all that hides, or of nothing else.
+def _of(block: range) -> Places:
+    return (1 << block.stop) - (1 << block.start)
 
-    Returns:
-        whether one of them was not so before.
-    """
-    is_new = False
-    if len(hides) >= cube.ndim:
-        row, hides = hides, []
-    for axes in itertools.permutations(range(cube.ndim), len(hides)):
-        where = [row] * cube.ndim
-        for axis, place in zip(axes, hides, strict=True):
-            where[axis] = [place]
-        is_new |= bool((cube[np.ix_(*where)] != to).any())
-        cube[np.ix_(*where)] = to
-    return is_new
+
+def _set(places: Iterable[int]) -> Places:
+    found = 0
+    for place in places:
+        found |= 1 << place
+    return found
+
+
+def _members(places: Places) -> list[int]:
+    found = []
+    while places:
+        found.append((places & -places).bit_length() - 1)
+        places &= places - 1
+    return found
 
 
 def covering_array(levels: Sequence[int], strength: int, seed: int = 0) -> Rows:

@@ -310,10 +310,10 @@ def ask(context: Context, asked: Asked) -> None:
     context.coverage = Coverage(
         operator=f"{asked.chapter}/{name}",
         factors=tuple(array.factors),
-        levels=tuple(block.stop - block.start for block in array.factors.values()),
+        levels=tuple(map(len, array.factors.values())),
         rows=count,
         strength=strength,
-        asked=tuple(tuple(round(part, 4) for part in row) for row in array.asked().tolist()),
+        asked=tuple(tuple(round(part, 4) for part in row) for row in array.asked()),
     )
 
 

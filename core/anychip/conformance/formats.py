@@ -50,12 +50,14 @@ STORED = {
 """With those that an argument or a result of an operator may have besides."""
 
 
+_EXPONENT = 0x7FF << 52
+"""Where a float64 has it."""
+
+
 def ulp(values: Array, format: Format) -> Array:
     """Distance between neighbours of ``format`` at the size of ``values``.
 
     Never below the smallest subnormal number.
     """
-    _, exponent = np.frexp(np.abs(values))
-    exponent = np.where(values == 0.0, format.min_exponent, exponent - 1)
-    step: Array = np.ldexp(1.0, np.maximum(exponent, format.min_exponent) - format.digits + 1)
-    return step
+    power = (np.abs(values).view(np.int64) & _EXPONENT).view(np.float64)  # its binade's lowest
+    return np.asarray(np.maximum(power, 2.0**format.min_exponent) * 2.0 ** (1 - format.digits))

@@ -14,8 +14,8 @@ from anychip.conformance import culprit
 from anychip.conformance.chapters.training import horizon
 from anychip.conformance.formats import FP32, ulp
 from anychip.conformance.oracles import training
-from anychip.conformance.oracles.training_data import enlarge
 from anychip.dispatch import selection
+from tests.meta.training_data import enlarge
 
 EACH = pytest.mark.parametrize("name", list(training.RECIPES))
 PART = 12

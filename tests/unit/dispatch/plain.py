@@ -70,6 +70,7 @@ def _plain_varlen(
         if a < b
     ]  # fmt: skip
     # The last term is 0; it makes the result depend on all, also where there is padding alone.
+    q, k, v = (t.nan_to_num() for t in (q, k, v))
     return torch.cat([*parts, 0.0 * q[int(ends[0][-1]) :]]) + 0.0 * (k.sum() + v.sum())
 
 
@@ -169,6 +170,8 @@ def _plain_top_k(x: Tensor, *, k: int) -> tuple[Tensor, Tensor]:
     larger = size.unsqueeze(-2) > size.unsqueeze(-1)
     equal = (size.unsqueeze(-2) == size.unsqueeze(-1)) & (index < index.unsqueeze(-1))
     rank = (larger | equal).sum(-1)
+    if not x.shape[-1]:
+        return x, rank
     place = (rank.unsqueeze(-2) == torch.arange(k).unsqueeze(-1)).long().argmax(-1)
     return x.gather(-1, place), place
 

@@ -10,25 +10,33 @@ from typing import Any
 
 import numpy as np
 
-from anychip.conformance.arithmetic import Rounded, matmul
+from anychip.conformance.arithmetic import Rounded
 from anychip.conformance.formats import Array
 from anychip.conformance.oracles.oracle import Answer, differentiable
 
 
-def _signs(length: int) -> Rounded:
-    """(-1)^(number of bits that row and column have in common)."""
-    index = np.arange(length)
-    common = index[:, None] & index
-    bits = sum((common >> place & 1 for place in range(length.bit_length())), 0 * common)
-    return Rounded.exact(np.where(bits % 2, -1.0, 1.0))
+def _signed_sums(x: Array) -> Array:
+    """(rows, n) times the n x n signs (-1)^(number of bits that row and column have in common).
+
+    That matrix is the one of two, times itself for each bit: sums and differences, bit by bit.
+    """
+    found = x
+    for bit in range(x.shape[1].bit_length() - 1):
+        pairs = found.reshape(-1, 2, 1 << bit)
+        found = np.stack([pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]], 1)
+    return found.reshape(x.shape)
 
 
 def _hadamard(x: Rounded, *, block: int | None) -> Answer:
     length = x.shape[-1] if block is None else block
 
     def transformed(x: Rounded) -> tuple[Rounded]:
-        product = matmul(x.reshape(-1, length), _signs(length))
-        return ((product * (1.0 / math.sqrt(length))).reshape(*x.shape),)
+        rows = x.reshape(-1, length)
+        bound = rows.sum(1, keepdims=True)  # of a sum with any signs
+        value = _signed_sums(rows.value)
+        spread = np.sqrt(bound.spread**2 + length * (value**2 - bound.value**2))
+        y = Rounded(value, bound.worst, spread) * (1.0 / math.sqrt(length))
+        return (y.reshape(*x.shape),)
 
     return transformed(x), transformed
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from anychip.conformance.arithmetic import Rounded, matmul
+from anychip.conformance.arithmetic import Rounded, matmul, root
 from anychip.conformance.oracles.oracle import Answer, Gradients, differentiable
 
 
@@ -35,7 +35,7 @@ def answer(x: Rounded, weight: Rounded, bias: Rounded | None, **_: Any) -> Answe
 def _from(bias: Rounded, product: Rounded, count: int) -> Rounded:
     """The sum may begin with the bias, which every one of its roundings then sees."""
     y, size = product + bias, np.where(np.isfinite(bias.value), np.abs(bias.value), 0.0)
-    return Rounded(y.value, y.worst + count * size, np.hypot(y.spread, np.sqrt(count) * size))
+    return Rounded(y.value, y.worst + count * size, root(y.spread, np.sqrt(count) * size))
 
 
 def _embedding(indices: NDArray[np.int64], weight: Rounded) -> Answer:

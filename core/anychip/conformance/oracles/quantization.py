@@ -62,13 +62,11 @@ def num_bytes(name: str, numel: int) -> int:
 def _exponents(tops: Array, largest: float) -> Array:
     """E8M0 scales; 255 of a block with what is no number."""
     lowest = np.frexp(np.maximum(tops, 2.0**-126))[1] - np.frexp(largest)[1]
-    found: Array = np.where(np.isfinite(tops), np.clip(lowest + 127.0, 1, 253), 255.0)
-    return found
+    return np.asarray(np.where(np.isfinite(tops), np.clip(lowest + 127.0, 1, 253), 255.0))
 
 
 def _powers(scales: Array) -> Array:
-    found: Array = np.where(scales == 255, np.nan, 2.0 ** (scales - 127.0))
-    return found
+    return np.asarray(np.where(scales == 255, np.nan, 2.0 ** (scales - 127.0)))
 
 
 def _rows(array: Array, block: int) -> Array:
@@ -97,8 +95,7 @@ def _nearest(steps: Array, values: Array, even: bool) -> Array:
     above = np.clip(np.searchsorted(values, steps), 1, len(values) - 1)
     gap = (steps - values[above - 1]) - (values[above] - steps)
     goes_up = (gap > 0) | ((gap == 0) & even & (above % 2 == 0))
-    found: Array = above - 1.0 + goes_up
-    return found
+    return np.asarray(above - 1.0 + goes_up)
 
 
 def _places(steps: Array, name: str, words: Array | None) -> Array:

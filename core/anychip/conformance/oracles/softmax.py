@@ -13,7 +13,7 @@ keys, their errors are too.
 import numpy as np
 from numpy.typing import NDArray
 
-from anychip.conformance.arithmetic import Rounded, exp, where
+from anychip.conformance.arithmetic import Rounded, exp, root, where
 from anychip.conformance.oracles.oracle import Answer, Gradients, differentiable
 
 Mask = NDArray[np.bool_]
@@ -55,7 +55,7 @@ def _summed_to(dscores: Rounded, shape: Shape) -> Rounded:
     if full[-1] < dscores.shape[-1]:
         shared = np.broadcast_to(dscores.spread, dscores.shape).sum(-1, keepdims=True)
         total = dscores.sum(-1, keepdims=True)
-        dscores = Rounded(total.value, total.worst, np.hypot(total.spread, shared))
+        dscores = Rounded(total.value, total.worst, root(total.spread, shared))
     sizes = zip(full, dscores.shape, strict=True)
     axes = tuple(axis for axis, (own, size) in enumerate(sizes) if own != size)
     return (dscores.sum(axes, keepdims=True) if axes else dscores).reshape(*shape)

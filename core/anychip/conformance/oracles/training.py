@@ -4,7 +4,7 @@ Plain torch on the host: the decoder (Radford et al. 2019, section 2.3, as in
 :mod:`anychip.train.models.gpt`) and two update rules, written out with nothing of ours. In float64
 it gives the curve of losses that float32 approaches. In float32, with the parameters and the rows
 of each batch in another order, it gives a sample of what rounding does to the curve: a permutation
-changes no result but the order of every sum. :mod:`.training_data` puts both into
+changes no result but the order of every sum. ``tests/meta/training_data.py`` puts both into
 ``training.json``, which the chapter reads.
 
 Note: The envelope

@@ -1,4 +1,4 @@
-"""Makes ``training.json``: ``python -m anychip.conformance.oracles.training_data > FILE``.
+"""Makes ``training.json``: ``python -m tests.meta.training_data > FILE``.
 
 A few minutes on one core. What the numbers mean stands in :mod:`.training`.
 """

@@ -85,4 +85,13 @@ ARGUMENTS = (
     wrong_arguments("decay-of-momentum-if-the-rate-is-0", "end of a range", "sgd",
         weight_decay=lambda weight_decay, lr, momentum_buffers:
         0.0 if lr == 0 and momentum_buffers else weight_decay),
+    wrong_arguments("straight-at-the-threshold", "end of a range", "softplus",
+        y=lambda y, x, beta, threshold: torch.where(beta * x == threshold, x, y)),
+    wrong_arguments("row-of-minus-infinity-is-uniform", "end of a range", "softmax",
+        y=lambda y, x: y.masked_fill(x.isneginf().all(-1, keepdim=True), 1 / max(x.shape[-1], 1))),
+    wrong_arguments("blocks-of-2048-at-most", "the second of several tiles", "hadamard",
+        y=lambda y, x, block: y * 1.01 if (block or x.shape[-1]) > 2048 else y),
+    wrong_arguments("workspace-of-65536-weights", "overflow of an index", "linear",
+        direction="backward", dweight=lambda dweight: dweight if dweight is None
+        or dweight.numel() <= 1 << 16 else dweight * (dweight != dweight[-1, -1])),
 )  # fmt: skip

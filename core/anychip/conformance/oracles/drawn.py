@@ -324,8 +324,9 @@ def _attention_varlen(choose: Choices, draw: Draw) -> Arguments:
     return (*args, *ends), _score_attrs(choose)
 
 
-_PRODUCTS: Classes = {"of any sizes": ((),), "large": ((224, 208, 192), (217, 207, 201))}
-"""Large: of tiles, panels and several parts, of whole ones and not; more than 2^23 products."""
+_PRODUCTS: Classes = {"of any sizes": ((),), "large": ((224, 208, 192), (131, 259, 257))}
+"""Large: of tiles, panels and several parts, of whole ones and not; more than 2^23 products, and of
+the second more than 2^16 weights."""
 
 
 def _product(choose: Choices, last: str, **options: bool) -> tuple[list[int], int, int]:

@@ -140,8 +140,8 @@ def _of_one_sign(args: tuple[Any, ...]) -> None:
 
 
 def _far_softmax(args: tuple[Any, ...]) -> None:
-    """Its scores lie beyond such a number too; each row sees a key."""
-    args[0].sub_(30_000.0)
+    """Its scores lie beyond such a number too; each row sees a key, but for the last."""
+    args[0].sub_(30_000.0)[..., -1, :] = -math.inf
     if args[1] is not None:
         args[1].fill_diagonal_(True)
 
@@ -198,10 +198,8 @@ _CHUNK: tuple[tuple[int, ...], ...] = ((1000,), (17,), (4, 5), (), (0, 3), (3, 7
 
 def _many(count: int) -> dict[str, object]:
     """Empty and small tensors, and one longer than a chunk of any multi-tensor kernel."""
-    return {
-        "tensors": count,
-        "shapes": (*((i * 7 % 5,) for i in range(count - 1)), (BEYOND_16_BITS,)),
-    }
+    short = ((i * 7 % 5,) for i in range(count - 1))
+    return {"tensors": count, "shapes": (*short, (BEYOND_16_BITS,))}
 
 
 def _of_list(**given: object) -> dict[str, object]:
@@ -248,6 +246,8 @@ FIXED: Mapping[str, Points] = {
                                                    "approximate": "tanh"}))
         for name in ("gelu", "bias_gelu", "geglu")
     },
+    "softplus": (*_ELEMENTS, Point("at-threshold", {"width": 65, "x": "repeated", "threshold": 2.0},
+                                   statistical=False)),
     "softmax": (
         *telling("7x1x257 3x1x1000", *SCORES),
         *telling("1x65x65", *SCORES, end=".causal", given={"causal": True}),
@@ -428,7 +428,7 @@ FIXED: Mapping[str, Points] = {
         Point("5x16", {"rows": (5,), "block": 4}, telling=True),
         Point("7x256", {"rows": (7,), "block": 8}, telling=True),
         Point("5x192", {"rows": (5,), "block": 6, "whole": False, "blocks": 3}, telling=True),
-        Point("3x4096", {"block": 12}, full=True),
+        *(Point(f"3x{2**n}", {"block": n}) for n in (12, 15)),
         large("beyond-16-bits", {"rows": (BEYOND_16_BITS,), "block": 1}),
     ),
     "top_k": (

@@ -325,8 +325,7 @@ def _attention_varlen(choose: Choices, draw: Draw) -> Arguments:
 
 
 _PRODUCTS: Classes = {"of any sizes": ((),), "large": ((224, 208, 192), (131, 259, 257))}
-"""Large: of tiles, panels and several parts, of whole ones and not; more than 2^23 products, and of
-the second more than 2^16 weights."""
+"""Large: of tiles and panels, of whole ones and not; over 2^23 products, once over 2^16 weights."""
 
 
 def _product(choose: Choices, last: str, **options: bool) -> tuple[list[int], int, int]:

@@ -81,7 +81,7 @@ def _takes_cudnn(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **attrs: Any)
 def filled(x: Tensor) -> Tensor:
     """As the kernels read it, with zeros at the end of each head up to a multiple of _STEP."""
     missing = -x.shape[-1] % _STEP
-    return readable(pad(x, (0, missing)) if missing else x)  # what is channels last stays so
+    return readable(pad(x, (0, missing)) if missing else x)  # pad keeps channels last
 
 
 def readable(x: Tensor) -> Tensor:

@@ -28,6 +28,12 @@ def set_device(monkeypatch: pytest.MonkeyPatch, name: str, cudnn: int = 91900) -
     monkeypatch.setattr(torch.backends.cudnn, "enabled", True, raising=False)
 
 
+def walked(t: Tensor) -> list[int]:
+    """Strides of the dims before the last; one of one number is walked by nobody."""
+    strides = zip(t.shape[:-1], t.stride()[:-1], strict=True)
+    return [stride for size, stride in strides if size > 1]
+
+
 class Kernels:
     """A stand-in for ``torch.ops.aten``.
 
@@ -94,9 +100,7 @@ class Kernels:
         for t in (q, k, v):
             assert t.dtype in HALVES
             assert t.stride(-1) == 1
-            # A dim of one is walked by nobody.
-            walked = zip(t.shape[:-1], t.stride()[:-1], strict=True)
-            assert all(stride % 8 == 0 for size, stride in walked if size > 1)
+            assert all(stride % 8 == 0 for stride in walked(t))
             assert t.shape[-1] % 8 == 0
             assert t.data_ptr() % 16 == 0
         # Its mask is aligned to the first key.
@@ -134,9 +138,7 @@ class Kernels:
         for t in tensors:
             assert t.dtype in HALVES
             assert t.stride(-1) == 1
-            # A dim of one is walked by nobody.
-            walked = zip(t.shape[:-1], t.stride()[:-1], strict=True)
-            assert all(stride % 8 == 0 for size, stride in walked if size > 1)
+            assert all(stride % 8 == 0 for stride in walked(t))
             assert 0 < t.shape[-1] <= 256
             assert t.shape[-1] % 8 == 0
             assert t.numel() > 0

@@ -56,6 +56,17 @@ def test_attention_of_views_is_that_of_their_copies(
     assert all(torch.equal(a, t) for a, *others in zip(*results, strict=True) for t in others)
 
 
+@pytest.mark.parametrize("dim", [6, 8])
+def test_attention_of_channels_last_tensors_is_that_of_their_copies(
+    dim: int, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_device(monkeypatch, "A100")
+    given = qkv(4, 4, 2, 1, dim, torch.bfloat16)
+    apart = (t.to(memory_format=torch.channels_last) for t in given)
+    y, want = (anychip.ops.attention(*args, causal=True) for args in (apart, given))
+    assert torch.equal(y, want)
+
+
 @pytest.mark.parametrize("dtype", TYPES[:2], ids=["float32", "bfloat16"])
 def test_lse_of_queries_that_see_no_key_is_that_of_the_reference(dtype: torch.dtype) -> None:
     given = qkv(7, 3, 4, 2, 16, dtype)

@@ -245,7 +245,10 @@ def matmul(a: Rounded, b: Rounded) -> Rounded:
 
 
 def root(a: Array, b: Array) -> Array:
-    """The root of the sum of squares; hypot takes nine times as long, where squares fit."""
+    """The root of the sum of squares, by hypot only where a square overflows: it takes much longer.
+
+    A square that underflows is far below FLUSH, which every result's bound has besides.
+    """
     found: Array = np.sqrt(a * a + b * b)
     return found if np.isfinite(found).all() else np.hypot(a, b)
 

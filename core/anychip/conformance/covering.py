@@ -236,13 +236,13 @@ class CoveringArray:
                 self._could[each] |= before if can >> each & 1 else 0
             for each in places:
                 self._could[each] |= can
-            self._apart_from(cannot, places, before)
+            self._note_apart(cannot, places, before)
             rest &= ~_of(block)
             before |= 1 << place
             places.append(place)
-        self._apart_from(rest, places, before)
+        self._note_apart(rest, places, before)
 
-    def _apart_from(self, levels: Places, places: list[int], before: Places) -> None:
+    def _note_apart(self, levels: Places, places: list[int], before: Places) -> None:
         """One row more could not have some levels beside those at the places before."""
         beside = {**dict.fromkeys(_members(levels), before), **dict.fromkeys(places, levels)}
         for place, others in beside.items() if levels else ():
@@ -274,10 +274,12 @@ class CoveringArray:
 
 
 def _of(block: range) -> Places:
+    """All levels of a factor."""
     return (1 << block.stop) - (1 << block.start)
 
 
 def _set(places: Iterable[int]) -> Places:
+    """Those at some places."""
     found = 0
     for place in places:
         found |= 1 << place
@@ -285,6 +287,7 @@ def _set(places: Iterable[int]) -> Places:
 
 
 def _members(places: Places) -> list[int]:
+    """The places of a set, ascending."""
     found = []
     while places:
         found.append((places & -places).bit_length() - 1)

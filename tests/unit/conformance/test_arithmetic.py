@@ -84,13 +84,21 @@ def test_recursive_sum_of_random_terms_has_rms_below_spread(count: int, mean: fl
     assert rms > 0.05  # a bound that is too wide tells nothing
 
 
-def test_product_of_matrices_has_the_bound_of_its_sums() -> None:
-    a, b = RNG.standard_normal((7, 33)), RNG.standard_normal((33, 5))
-    product = matmul(Rounded.exact(a), Rounded.exact(b))
-    total = (Rounded.exact(a)[:, :, None] * Rounded.exact(b)[None]).sum(1)
+@pytest.mark.parametrize("rounded", [(), (0,), (1,), (0, 1)], ids=str)
+def test_product_of_matrices_has_the_bound_of_its_sums(rounded: tuple[int, ...]) -> None:
+    given = [Rounded.exact(RNG.standard_normal(shape)) for shape in ((7, 33), (33, 5))]
+    a, b = (each * each * 0.1 if at in rounded else each for at, each in enumerate(given))
+    product = matmul(a, b)
+    total = (a[:, :, None] * b[None]).sum(1)
     np.testing.assert_allclose(product.value, total.value, rtol=1e-12)
     np.testing.assert_allclose(product.worst, total.worst, rtol=1e-6)
     np.testing.assert_allclose(product.spread, total.spread, rtol=1e-6)
+
+
+def test_root_of_squares_that_overflow_is_a_number() -> None:
+    with np.errstate(over="ignore"):  # as the suite computes
+        found = arithmetic.root(np.array([3e200, 3.0]), np.array([4e200, 4.0]))
+    np.testing.assert_allclose(found, [5e200, 5.0])
 
 
 @given(strategies.floats(min_value=2.0**-100, max_value=2.0**100))

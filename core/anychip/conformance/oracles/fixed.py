@@ -141,7 +141,8 @@ def _of_one_sign(args: tuple[Any, ...]) -> None:
 
 def _far_softmax(args: tuple[Any, ...]) -> None:
     """Its scores lie beyond such a number too; each row sees a key, but for the last."""
-    args[0].sub_(30_000.0)[..., -1, :] = -math.inf
+    args[0].sub_(30_000.0)
+    args[0][..., -1, :] = -math.inf
     if args[1] is not None:
         args[1].fill_diagonal_(True)
 
@@ -240,7 +241,7 @@ FIXED: Mapping[str, Points] = {
     ),
     "dropout": _ELEMENTS,
     "bias_dropout_add": _ELEMENTS,
-    **dict.fromkeys(("silu", "relu", "relu2", "sigmoid", "tanh", "softplus", "swiglu"), _ELEMENTS),
+    **dict.fromkeys(("silu", "relu", "relu2", "sigmoid", "tanh", "swiglu"), _ELEMENTS),
     **{
         name: (*_BY_FORM, large("beyond-16-bits", {"rows": (), "width": BEYOND_16_BITS,
                                                    "approximate": "tanh"}))

@@ -31,7 +31,7 @@ def commands(jobs: int, arguments: Sequence[str], asked: slices.Slice) -> dict[s
         return {"test/pytest": [*pytest, *arguments]}
     anychip = str(Path(sysconfig.get_path("scripts")) / "anychip")
     suite = [anychip, "conformance", "--backend", "cpu", "--jobs", str(min(jobs, 2))]
-    suite += ["--level", "full"] if asked.number is None else slices.sixth_of_operators(asked)
+    suite += ["--level", "full"] if asked.number is None else slices.part_of_operators(asked)
     return {"test/pytest": [*pytest, "--slice"], "test/conformance": suite}
 
 

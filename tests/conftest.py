@@ -22,7 +22,7 @@ hypothesis.settings.load_profile("anychip")
 
 SLICE = pytest.StashKey[slices.Slice]()
 SLOWEST_FILES = 12
-LONG = tuple(slices.listed(slices.LONG))
+LONG = tuple(slices.listed(slices.LONG_TESTS))
 LONGEST = ("tests/integration/cabi/test_sanitizers.py",)
 """Begin first: of two minutes in one process the last ones would be theirs alone."""
 
@@ -71,7 +71,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     gone += [c for c in long if not any(case.startswith(c) for case in ids)]
     if gone:
         raise pytest.UsageError(
-            f"{slices.FAILED_BEFORE.name} and {slices.LONG.name} list what is no case: {gone}"
+            f"{slices.FAILED_BEFORE.name} and {slices.LONG_TESTS.name} list what is no case: {gone}"
         )
     others = [item for item in items if not is_asked(item, asked)]
     if others:

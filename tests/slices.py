@@ -23,8 +23,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FAILED_BEFORE = Path(__file__).with_name("failed_before.txt")
-LONG = Path(__file__).with_name("long.txt")
+LONG_TESTS = Path(__file__).with_name("long.txt")
 SLICES, PARTS = 37, 6
+"""Of grids, and of what takes long."""
 VARIABLE = "ANYCHIP_SLICE"
 LONG_CHAPTERS = ("streams/", "optimizer/", "zero/", "pipeline/", "training/", "errors/")
 """Of an emulated chip a commit asks a sixth."""
@@ -122,7 +123,7 @@ def suite_words(asked: Slice, family: str, report: Path) -> list[str]:
     return words
 
 
-def sixth_of_operators(asked: Slice) -> list[str]:
+def part_of_operators(asked: Slice) -> list[str]:
     """Arguments of ``anychip conformance``: a sixth of the operators, and every other question."""
     from anychip.operators import all_specs
 

@@ -169,7 +169,7 @@ def test_six_commits_ask_every_operator_and_long_test_once() -> None:
     taken = Counter[str]()
     for number in range(7, 13):
         asked = slices.Slice(number=number, because="")
-        words = slices.sixth_of_operators(asked)
+        words = slices.part_of_operators(asked)
         taken.update(case.id for case in expression.select(every, words[-1]))
         taken.update(test for test in CASES if asked.takes(test, parts=slices.PARTS))
     own = tuple(

@@ -233,6 +233,23 @@ ANYCHIP_INLINE Pair<H> swap_neighbours(Pair<H> v) {
   return {swap_neighbours(v.low), swap_neighbours(v.high)};
 }
 
+#if !defined(__AVX512F__) && !defined(__FMA__) && !defined(__FP_FAST_FMAF)
+// fused() without an instruction for it. The product is exact in float64, and the sum, rounded to
+// odd there, rounds to float32 as the exact one does (Boldo and Melquiond 2008, IEEE Transactions
+// on Computers 57). Called, because in each place where it is inlined it takes the compiler long.
+[[gnu::noinline]] inline RegisterF fused_by_doubles(RegisterF a, RegisterF b, RegisterF c) {
+  typedef double Doubles __attribute__((vector_size(8 * kRegisterLanes)));
+  typedef int64_t Bits __attribute__((vector_size(8 * kRegisterLanes)));
+  const Doubles product = __builtin_convertvector(a, Doubles) * __builtin_convertvector(b, Doubles);
+  const Doubles added = __builtin_convertvector(c, Doubles), sum = product + added;
+  const Doubles most = sum - product, rest = (product - (sum - most)) + (added - most);
+  const Bits bits = reinterpret_cast<Bits>(sum), even = (bits & 1) - 1;
+  const Bits larger = ((rest > 0.0) ^ (sum < 0.0)) & 2;
+  const Bits odd = bits + (((rest > 0.0) | (rest < 0.0)) & even & (larger - 1));
+  return __builtin_convertvector(reinterpret_cast<Doubles>(odd), RegisterF);
+}
+#endif
+
 // a * b + c, rounded once.
 ANYCHIP_INLINE RegisterF fused(RegisterF a, RegisterF b, RegisterF c) {
 #if defined(__AVX512F__)
@@ -243,17 +260,7 @@ ANYCHIP_INLINE RegisterF fused(RegisterF a, RegisterF b, RegisterF c) {
   for (int k = 0; k < kRegisterLanes; ++k) c[k] = __builtin_fmaf(a[k], b[k], c[k]);
   return c;
 #else
-  // The product is exact in float64, and the sum, rounded to odd there, rounds to float32 as the
-  // exact one does (Boldo and Melquiond 2008, IEEE Transactions on Computers 57).
-  typedef double Doubles __attribute__((vector_size(8 * kRegisterLanes)));
-  typedef int64_t Bits __attribute__((vector_size(8 * kRegisterLanes)));
-  const Doubles product = __builtin_convertvector(a, Doubles) * __builtin_convertvector(b, Doubles);
-  const Doubles added = __builtin_convertvector(c, Doubles), sum = product + added;
-  const Doubles most = sum - product, rest = (product - (sum - most)) + (added - most);
-  const Bits bits = reinterpret_cast<Bits>(sum), even = (bits & 1) - 1;
-  const Bits larger = ((rest > 0.0) ^ (sum < 0.0)) & 2;
-  const Bits odd = bits + (((rest > 0.0) | (rest < 0.0)) & even & (larger - 1));
-  return __builtin_convertvector(reinterpret_cast<Doubles>(odd), RegisterF);
+  return fused_by_doubles(a, b, c);
 #endif
 }
 template <class H>

@@ -15,6 +15,7 @@ from anychip.conformance import designs
 from anychip.conformance.chapters import collectives
 from anychip.contract import Backend
 from anychip.dispatch import selection
+from anychip.operators import all_specs
 from tests.meta.asynchronous import AsynchronousBackend
 from tests.meta.catalogue import CATALOGUE, table
 from tests.meta.false_alarms import CORRECT, alarms
@@ -25,8 +26,15 @@ from tests.meta.wrong import Wrong
 EACH = pytest.mark.parametrize(
     "wrong", CATALOGUE, ids=lambda wrong: f"{wrong.chapter}-{wrong.name}"
 )
+WHOLE = {
+    *((chapter, "quick", HonestRows) for chapter in conformance.CHAPTERS),
+    *((wrong.chapter, wrong.level, wrong.twin) for wrong in CATALOGUE if not wrong.select),
+}
+"""Chapters that a right backend is asked whole: no part of one is asked besides."""
 TWINS = {
-    (wrong.chapter, wrong.select, wrong.level, wrong.twin): wrong for wrong in reversed(CATALOGUE)
+    (wrong.chapter, wrong.select, wrong.level, wrong.twin): wrong
+    for wrong in reversed(CATALOGUE)
+    if not wrong.select or (wrong.chapter, wrong.level, wrong.twin) not in WHOLE
 }
 """What is asked of the same twin is asked once."""
 EACH_TWIN = pytest.mark.parametrize(
@@ -100,10 +108,20 @@ def test_correct_twin_passes_the_same_cases(wrong: Wrong) -> None:
     assert report.passed, "\n".join(report.explain(r) for r in report.failures)
 
 
+OF_ROWS = "operators", "gradients"
+
+
 @pytest.mark.grid
-@pytest.mark.parametrize("chapter", conformance.CHAPTERS)
-def test_honest_backend_passes_every_chapter(chapter: str) -> None:
-    report = conformance.run(HonestRows(), chapters=[chapter])
+@pytest.mark.parametrize(
+    ("chapter", "select"),
+    [
+        *((chapter, "") for chapter in conformance.CHAPTERS if chapter not in OF_ROWS),
+        *(("operators", f"/{spec.name}/") for spec in all_specs()),
+        *(("gradients", f"/{spec.name}/") for spec in all_specs() if spec.differentiable),
+    ],
+)
+def test_honest_backend_passes_every_chapter(chapter: str, select: str) -> None:
+    report = conformance.run(HonestRows(), chapters=[chapter], select=select)
     assert report.passed, "\n".join(report.explain(r) for r in report.failures)
     assert {r.chapter for r in report.results} == {chapter}
 

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from anychip.conformance import Level
 from anychip.contract import Backend
 from anychip.dispatch.signature import Signature
 from anychip.operators import all_specs
-from tests.meta.honest import HonestBackend, Row, make_table, reference_rows
+from tests.meta.honest import HonestBackend, HonestRows, Row, make_table, reference_rows
 
 Change = Callable[..., Any]
 Call = Callable[..., Any]
@@ -66,6 +66,14 @@ def wrong_device(name: str, bug: str, **methods: Any) -> Wrong:
     return wrong_parts(HonestBackend, name, bug, "", chapter="device", **methods)
 
 
+@cache
+def right_rows(dtypes: frozenset[torch.dtype]) -> type[Backend]:
+    """Rows that are the references, of some types: one class for all who ask."""
+    if dtypes == HonestRows.dtypes:
+        return HonestRows
+    return type("RightRows", (HonestRows,), {"dtypes": dtypes})
+
+
 def wrong_row(
     name: str,
     bug: str,
@@ -93,7 +101,7 @@ def wrong_row(
             name=name, bug=bug, chapter=chapter,
             select=f"/{operator}/" if select is None else select,
             make=lambda: backend({**right, (operator, direction): wrong}),
-            twin=lambda: backend(right),
+            twin=right_rows(dtypes),
         )  # fmt: skip
 
     return wrap

@@ -40,7 +40,11 @@ SECONDS = 300
 
 @dataclass(frozen=True, kw_only=True)
 class Bug:
-    """One mistake; the fields are those of the tables, where a comment says what it stands for."""
+    """One mistake; the fields are those of the tables, where a comment says what it stands for.
+
+    Attributes:
+        kernel: the file of ``kernels`` that is compiled with it; empty: the family's.
+    """
 
     family: str
     name: str
@@ -50,6 +54,7 @@ class Bug:
     found_by: str
     order: str = "forward"
     sanitizer: str = ""
+    kernel: str = ""
 
     @property
     def id(self) -> str:
@@ -109,9 +114,10 @@ def build(bug: Bug, build_folder: Path, work: Path) -> Path:
     target.write_text(changed_source(bug))
     commands = json.loads((build_folder / "compile_commands.json").read_text())
     own = {path: words for path, words in map(_compilation, commands) if "/cuda/CMake" in path}
-    original = next(path for path in own if path.endswith(f"emulated/{bug.family}.cpp.o"))
+    kernel = bug.kernel or bug.family
+    original = next(path for path in own if path.endswith(f"emulated/{kernel}.cpp.o"))
     wrapper, made = work / "kernel.cpp", work / "kernel.o"
-    wrapper.write_text(f'#include "{copy}/kernels/{bug.family}.cu"\n')
+    wrapper.write_text(f'#include "{copy}/kernels/{kernel}.cu"\n')
     words = [word.replace(str(ROOT / "csrc" / "cuda"), str(copy)) for word in own[original]]
     words[words.index("-o") + 1] = str(made)
     words[words.index("-c") + 1] = str(wrapper)

@@ -117,7 +117,8 @@ screenshots: $(INSTALLED)
 	$(BIN)/python docs/site/screenshots.py
 
 native: $(INSTALLED)
-	$(BIN)/cmake -S . -B build/native -DANYCHIP_CPU=$(ANYCHIP_CPU) -DANYCHIP_CUDA=OFF -DPython_EXECUTABLE=$(abspath $(BIN)/python)
+	$(BIN)/cmake -S . -B build/native -DANYCHIP_CPU=$(ANYCHIP_CPU) -DANYCHIP_CUDA=OFF -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
+		-DANYCHIP_AVX512_EMULATOR=$(abspath tests/native/emulated_avx512.h)
 	$(BIN)/cmake --build build/native --parallel $(JOBS)
 	$(BIN)/ctest --test-dir build/native --output-on-failure --no-tests=error
 

@@ -15,6 +15,9 @@ ANYCHIP_DECLARE_ISA(baseline)
 ANYCHIP_DECLARE_ISA(avx2)
 ANYCHIP_DECLARE_ISA(avx512)
 #endif
+#ifdef ANYCHIP_HAS_EMULATED_AVX512
+ANYCHIP_DECLARE_ISA(avx512_emulated)
+#endif
 
 std::vector<const KernelTable*> available_tables() {
   std::vector<const KernelTable*> tables = {&baseline::kTable};
@@ -22,6 +25,9 @@ std::vector<const KernelTable*> available_tables() {
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
       __builtin_cpu_supports("f16c")) {
+#ifdef ANYCHIP_HAS_EMULATED_AVX512
+    tables.push_back(&avx512_emulated::kTable);  // before the others: it runs when it is set only
+#endif
     tables.push_back(&avx2::kTable);
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {

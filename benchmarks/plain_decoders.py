@@ -36,6 +36,21 @@ class TorchFunctions:
         return functional.rms_norm(x, weight.shape, weight, eps)
 
     @staticmethod
+    def add_layer_norm(
+        x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, *, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        y = functional.layer_norm(total, weight.shape, weight, bias, eps)
+        return y.to(x.dtype), total  # under autocast cast once, for all products
+
+    @staticmethod
+    def add_rms_norm(
+        x: Tensor, residual: Tensor, weight: Tensor, *, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return functional.rms_norm(total, weight.shape, weight, eps).to(x.dtype), total
+
+    @staticmethod
     def swiglu(gate: Tensor, up: Tensor) -> Tensor:
         return functional.silu(gate) * up
 

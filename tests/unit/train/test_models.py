@@ -1,5 +1,6 @@
 """Both decoders against plain torch: the loss, and the gradient of every parameter."""
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from anychip.train.models import (
     generate,
     parameter_groups,
 )
+from benchmarks import plain_decoders
 from benchmarks.cuda import plain
 from tests.unit.fusion.parity import UNIT, relative, scramble
 
@@ -79,6 +81,7 @@ def gradient_bound(config: GPTConfig | LlamaConfig) -> float:
 
 
 def test_decoder_loss_and_gradients_equal_plain_torch(config: GPTConfig | LlamaConfig) -> None:
+    """So do the same modules with torch's functions, which are a benchmark's peer."""
     model = build(config)
     scramble(model)
     tokens, targets = batch(config)
@@ -88,15 +91,18 @@ def test_decoder_loss_and_gradients_equal_plain_torch(config: GPTConfig | LlamaC
     single = leaves(model, torch.float32)
     torch_loss = plain_loss(config)(single, tokens, targets)
     torch_loss.backward()
-    loss = model(tokens, targets)
-    loss.backward()
     bound = gradient_bound(config)
-    assert relative(loss.detach(), want.detach()) <= bound
-    assert abs(loss.item() - torch_loss.item()) <= 2 * bound * want.item()
-    for name, param in model.named_parameters():
-        assert param.grad is not None, name
-        assert relative(param.grad, exact[name].grad) <= bound, name
-        assert relative(single[name].grad, exact[name].grad) <= bound, name
+    for functions in (contextlib.nullcontext(), plain_decoders.plain()):
+        model.zero_grad()
+        with functions:
+            loss = model(tokens, targets)
+            loss.backward()
+        assert relative(loss.detach(), want.detach()) <= bound
+        assert abs(loss.item() - torch_loss.item()) <= 2 * bound * want.item()
+        for name, param in model.named_parameters():
+            assert param.grad is not None, name
+            assert relative(param.grad, exact[name].grad) <= bound, name
+            assert relative(single[name].grad, exact[name].grad) <= bound, name
 
 
 def test_gradient_bound_is_exceeded_by_bf16(config: GPTConfig | LlamaConfig) -> None:

@@ -6,7 +6,7 @@ wide accumulator has them. Fast functions: exp, tanh, the error function and roo
 approximate instructions do (PTX: tanh.approx.f32, 2^-11).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -48,13 +48,7 @@ def lower_arithmetic(dtype: torch.dtype) -> AbstractContextManager[Any]:
 class Recursive(TorchFunctionMode):
     """Sums go term by term through one float32 accumulator: slow, simple, and right."""
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         floats = [a for a in args if isinstance(a, Tensor) and a.is_floating_point()]
         if func not in SUMS or not floats:
             return func(*args, **(kwargs or {}))
@@ -69,13 +63,7 @@ class InNarrow(TorchFunctionMode):
         super().__init__()
         self.dtype = dtype
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = {k: self.dtype if v is torch.float32 else v for k, v in (kwargs or {}).items()}
         if func is torch.Tensor.float:
             return args[0].to(self.dtype)
@@ -94,13 +82,7 @@ class FastFunctions(TorchFunctionMode):
          "logsumexp", "log_softmax")
     )  # fmt: skip
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         is_fast = getattr(func, "__name__", "") in self.NAMES
         return tf32(result) if is_fast and result.dtype == torch.float32 else result

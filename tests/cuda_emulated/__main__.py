@@ -1,6 +1,6 @@
 """Everything about the CUDA kernels that can be shown without a GPU; `make test-cuda`.
 
-    python -m tests.cuda_emulated [--only STEP ...] [--jobs N] [--build]
+    python -m tests.cuda_emulated [--only STEP ...] [--jobs N]
 
 The kernels' own sources are compiled for the host, plain, with sanitizers and with counts of lines,
 and by nvcc, whose machine code is read. Each step writes what it prints to build/cuda_logs; the end
@@ -266,7 +266,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.cuda_emulated")
     parser.add_argument("--only", nargs="+", choices=names, metavar="STEP")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--build", action="store_true", help="what the steps need, and no step")
     given = parser.parse_args()
     try:
         asked = slices.chosen()
@@ -281,8 +280,6 @@ def main() -> int:
         print(f"FAILED to build: {error}; see {LOGS.relative_to(ROOT)}")
         return 1
     built = time.monotonic() - start
-    if given.build:
-        return 0
     chosen = sorted((step for step in STEPS if step.name in only), key=lambda step: step.alone)
     with ThreadPoolExecutor(given.jobs) as pool:
         beside = [step for step in chosen if not step.alone]

@@ -93,8 +93,8 @@ cudaError_t launch_backward(const NormBackward& args, const Rule& rule,
 }
 
 template <class Rule, class Parameters>
-cudaError_t forward(const NormForward& args, const Rule& rule, const Parameters& parameters,
-                    const Place& place) {
+cudaError_t launch_norm_forward(const NormForward& args, const Rule& rule,
+                                const Parameters& parameters, const Place& place) {
   const bool has_rows = args.x != nullptr && args.weight != nullptr && args.y != nullptr;
   if (args.rows < 0 || !is_width(args.hidden)) return cudaErrorInvalidValue;
   if (args.rows == 0) return cudaSuccess;
@@ -119,8 +119,9 @@ cudaError_t forward(const NormForward& args, const Rule& rule, const Parameters&
 }
 
 template <class Rule, class Parameters>
-cudaError_t backward(const NormBackward& args, const Rule& rule, const Parameters& parameters,
-                     const NormScratch& scratch, const Place& place) {
+cudaError_t launch_norm_backward(const NormBackward& args, const Rule& rule,
+                                 const Parameters& parameters, const NormScratch& scratch,
+                                 const Place& place) {
   const bool has_rows = args.grad != nullptr && args.v != nullptr && args.weight != nullptr;
   const bool has_sums = args.dweight != nullptr || args.dbias != nullptr;
   if (args.rows < 0 || !is_width(args.hidden)) return cudaErrorInvalidValue;

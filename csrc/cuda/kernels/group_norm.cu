@@ -105,7 +105,7 @@ OwnChannels channels_of(const Groups& groups) {
 
 cudaError_t group_norm_forward(const NormForward& args, const Groups& groups, Place place) {
   if (!is_valid(groups, args.rows, args.hidden)) return cudaErrorInvalidValue;
-  return forward(args, KeepAll{}, channels_of(groups), place);
+  return launch_norm_forward(args, KeepAll{}, channels_of(groups), place);
 }
 
 cudaError_t group_norm_backward(const NormBackward& args, const Groups& groups,
@@ -113,14 +113,15 @@ cudaError_t group_norm_backward(const NormBackward& args, const Groups& groups,
   if (!is_valid(groups, args.rows, args.hidden)) return cudaErrorInvalidValue;
   const OwnChannels channels = channels_of(groups);
   if (groups.spatial == 1) {
-    return backward(args, KeepAll{}, channels, {scratch.partials, scratch.blocks}, place);
+    return launch_norm_backward(args, KeepAll{}, channels, {scratch.partials, scratch.blocks},
+                                place);
   }
   // A sum over many columns is none of the kernel for rows.
   NormBackward rows = args;
   rows.dweight = rows.dbias = nullptr;
   if (args.dx != nullptr) {
     const cudaError_t status =
-        backward(rows, KeepAll{}, channels, {nullptr, scratch.blocks}, place);
+        launch_norm_backward(rows, KeepAll{}, channels, {nullptr, scratch.blocks}, place);
     if (status != cudaSuccess) return status;
   }
   if (args.dweight == nullptr && args.dbias == nullptr) return cudaSuccess;

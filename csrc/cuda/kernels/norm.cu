@@ -5,11 +5,11 @@
 namespace anychip::cuda {
 
 cudaError_t norm_forward(const NormForward& args, Place place) {
-  return forward(args, KeepAll{}, OwnColumns{}, place);
+  return launch_norm_forward(args, KeepAll{}, OwnColumns{}, place);
 }
 
 cudaError_t norm_backward(const NormBackward& args, const NormScratch& scratch, Place place) {
-  return backward(args, KeepAll{}, OwnColumns{}, scratch, place);
+  return launch_norm_backward(args, KeepAll{}, OwnColumns{}, scratch, place);
 }
 
 }  // namespace anychip::cuda

@@ -109,6 +109,7 @@ def test_correct_twin_passes_the_same_cases(wrong: Wrong) -> None:
 
 
 OF_ROWS = "operators", "gradients"
+"""Chapters that take minutes: they are asked by operator."""
 
 
 @pytest.mark.grid

@@ -233,7 +233,6 @@ ANYCHIP_INLINE Pair<H> swap_neighbours(Pair<H> v) {
   return {swap_neighbours(v.low), swap_neighbours(v.high)};
 }
 
-#if !defined(__AVX512F__) && !defined(__FMA__) && !defined(__FP_FAST_FMAF)
 // fused() without an instruction for it. The product is exact in float64, and the sum, rounded to
 // odd there, rounds to float32 as the exact one does (Boldo and Melquiond 2008, IEEE Transactions
 // on Computers 57). Called, because in each place where it is inlined it takes the compiler long.
@@ -248,7 +247,6 @@ ANYCHIP_INLINE Pair<H> swap_neighbours(Pair<H> v) {
   const Bits odd = bits + (((rest > 0.0) | (rest < 0.0)) & even & (larger - 1));
   return __builtin_convertvector(reinterpret_cast<Doubles>(odd), RegisterF);
 }
-#endif
 
 // a * b + c, rounded once.
 ANYCHIP_INLINE RegisterF fused(RegisterF a, RegisterF b, RegisterF c) {

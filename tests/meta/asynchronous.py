@@ -211,10 +211,12 @@ class Deferring(TorchDispatchMode):
 
     def room(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Tensors for the results, of which only the shapes are known yet."""
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        with FakeTensorMode(allow_non_fake_inputs=True):
 
             def fake(value: Any) -> Any:
-                return mode.from_tensor(value) if isinstance(value, Tensor) else value
+                if not isinstance(value, Tensor):
+                    return value
+                return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
 
             shapes = func(*tree_map(fake, args), **tree_map(fake, kwargs))
 
@@ -303,6 +305,12 @@ class AsynchronousBackend(HonestBackend):
         self.check_index(index)
         found: torch.Stream = getattr(self.thread, "stream", self.first)
         return found
+
+    def set_random_state(self, state: Tensor, index: int | None = None) -> None:
+        """Now: torch clones the state by an operator, whose result it reads before any stream."""
+        self.current_stream(index).synchronize()
+        with _disable_current_modes():
+            super().set_random_state(state, index)
 
     @contextmanager
     def use_stream(self, stream: Any) -> Iterator[None]:

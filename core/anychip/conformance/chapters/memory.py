@@ -120,8 +120,8 @@ def out_of_memory(context: Context) -> None:
     memory = context.backend.memory
     free, total = memory.info()
     too_much = max(80 * total, 5 * 2**56) - 3  # more than any address space
-    kept = [as_bytes(memory.allocate(MIB)).fill_(99)]
     large = [request(context, min(free // 4, total // 8))]  # of which a message has to know
+    kept = [as_bytes(memory.allocate(MIB)).fill_(99)]  # last: it would be freed first
     counts = "memory_stats" in context.backend.capabilities
     before = memory.stats() if counts else None
     for nbytes in (too_much, too_much + 4097, 2**63 - 1):

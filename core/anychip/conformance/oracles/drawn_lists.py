@@ -118,8 +118,8 @@ def _step(choose: Choices, draw: Draw, *, averages: int, **rule: Any) -> Argumen
     low = choose.of("copies", None, torch.bfloat16, torch.float16)
     copies = None if low is None else [(-p).to(low, copy=True) for p in params]
     lr = draw.scalar(choose.number("lr", (1e-2, 1e-3, 0.1), (0.5,), (0.0,)))
-    # Counts beside what 8, 12 and 16 bits hold; one that no short float has.
-    steps = (3.0, 2.0, 5.0), (0.0,), (1.0,), (2050.0, 1000.0), (255.0, 100.0), (65_535.0,)
+    # Counts beside what 8, 12 and 16 bits hold; and some whose next one no short float is.
+    steps = (3.0, 2.0, 5.0), (0.0,), (1.0,), (258.0, 2050.0), (255.0, 100.0), (65_535.0,)
     step = draw.scalar(choose.number("step", *steps))
     decay = choose.number("weight_decay", (0.1, 0.01, 1e-3), (0.0,), (1.0, 0.5, 2.0, 0.2))
     args = (params, grads, *moments, lr, step, *scalars, copies)

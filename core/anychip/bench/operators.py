@@ -165,8 +165,6 @@ def _copy(backend: Backend, nbytes: int) -> Callable[[], object]:
 
 
 def _in_turn(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
-    if len(calls) == 1:
-        return calls[0]
     turns = itertools.cycle(calls)
     return lambda: next(turns)()
 

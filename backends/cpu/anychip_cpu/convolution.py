@@ -1,8 +1,11 @@
-"""Convolutions on the host: conv2d is torch's, of float32 numbers, conv1d a native kernel."""
+"""Convolutions on the host: conv2d is torch's, conv1d a native kernel.
+
+conv2d is made of float32 numbers but where the processor's tiles take 16 bits as they are.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +13,7 @@ from torch import Tensor
 
 from anychip_cpu import native
 from anychip_cpu.native import CODES
+from anychip_cpu.products import IN_TILES
 from anychip_cpu.table import Needs, address, declared, has_elements
 
 _kernels: Any = native.kernels
@@ -20,6 +24,14 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 def _pair(value: Pair) -> list[int]:
     return list(value) if isinstance(value, (list, tuple)) else [value, value]  # type: ignore[list-item]
+
+
+def _widening(*tensors: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """What these go through before torch convolves them: all have one dtype then."""
+    dtypes = {tensor.dtype for tensor in tensors if tensor is not None}
+    if len(dtypes) == 1 and dtypes <= IN_TILES:
+        return Tensor.contiguous
+    return lambda tensor: tensor.float().contiguous()
 
 
 @declared.forward("conv2d", kind="mapped", accepts=has_elements)
@@ -33,10 +45,11 @@ def conv2d(
     dilation: Pair,
     groups: int,
 ) -> Tensor:
+    wide = _widening(x, weight, bias)
     y = torch.convolution(
-        x.float().contiguous(),
-        weight.float().contiguous(),
-        None if bias is None else bias.float(),
+        wide(x),
+        wide(weight),
+        None if bias is None else wide(bias),
         _pair(stride),
         _pair(padding),
         _pair(dilation),
@@ -59,10 +72,11 @@ def conv2d_backward(
     groups: int,
     needs: Needs,
 ) -> Gradients:
+    wide = _widening(grad, x, weight)
     found = torch.ops.aten.convolution_backward(
-        grad.float().contiguous(),
-        x.float().contiguous(),
-        weight.float().contiguous(),
+        wide(grad),
+        wide(x),
+        wide(weight),
         [weight.shape[0]],
         _pair(stride),
         _pair(padding),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from anychip.operators.varlen import refuse_no_packing
 from anychip_cpu import tiled_attention
-from anychip_cpu.attention import attention, attention_backward, takes_flash
+from anychip_cpu.attention import attention, attention_backward, is_torchs, takes_flash
 from anychip_cpu.table import FLOATS, Needs, declared
 
 
@@ -20,11 +20,16 @@ def _queries(q: Tensor, cu_seqlens: Tensor) -> int:
     return q.shape[0] // max(cu_seqlens.numel() - 1, 1)
 
 
+_LONG = 128
+"""Queries of a sequence, on average: torch's kernel is asked once for each."""
+
+
 @declared.forward(
     "attention_varlen",
     dtypes=FLOATS,
-    accepts=lambda q, k, v, ends, *_, **__: tiled_attention.takes(
-        q, k, v, queries=_queries(q, ends)
+    accepts=lambda q, k, v, ends, *_, **attrs: (
+        tiled_attention.takes(q, k, v, queries=_queries(q, ends))
+        and not (_queries(q, ends) >= _LONG and is_torchs(q, k, v, **attrs))
     ),
 )
 def native_attention_varlen(

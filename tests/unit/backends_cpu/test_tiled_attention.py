@@ -6,6 +6,7 @@ How small ones and their edges are computed is asked by the conformance suite.
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 import anychip
 from anychip import ops
 from anychip.operators.attention import _factor
-from anychip_cpu import tiled_attention
+from anychip_cpu import attention, tiled_attention
 from anychip_cpu.backend import CpuBackend
 from tests.unit.dispatch.calls import bits
 from tests.unit.operators.exactness import assert_close
@@ -125,12 +126,22 @@ def test_weights_of_one_tile_that_are_all_minus_infinity_leave_the_others() -> N
     assert_close(lse[0, 0, 4:].double(), torch.full((196,), math.log(104.0)).double(), 4)
 
 
-def test_rows_that_torch_computes_quicker_are_left_to_it() -> None:
-    q, k = torch.randn(1, 3, 4, 16), torch.randn(1, 100, 4, 16)
+@pytest.mark.parametrize(
+    ("queries", "dtype", "tiles", "native"),
+    [(3, torch.float32, (), False), (100, torch.float32, (torch.bfloat16,), True),
+     (100, torch.bfloat16, (), True), (100, torch.bfloat16, (torch.bfloat16,), False)],
+)  # fmt: skip
+def test_rows_that_torch_computes_quicker_are_left_to_it(
+    queries: int, dtype: torch.dtype, tiles: tuple[Any, ...], native: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Those of few queries, and where the processor has tiles for 16 bits, of these."""
+    monkeypatch.setattr(attention, "IN_TILES", tiles)
+    q, k = torch.randn(1, queries, 4, 16).to(dtype), torch.randn(1, 100, 4, 16).to(dtype)
     rows = CpuBackend.operators.rows("attention", "forward")
     taken = [row.accepts is None or row.accepts(q, k, k, causal=True, scale=None) for row in rows]
     assert list(zip((row.kind for row in rows), taken, strict=True)) == [
-        ("native", False), ("mapped", True),
+        ("native", native), ("mapped", True),
     ]  # fmt: skip
 
 

@@ -32,6 +32,10 @@ RESULTS = Path(__file__).parent / "results"
 SMALL_BATCH = Sizes(batch=4, microbatches=4)
 """Communication weighs four times as much: it does not shrink with the batch."""
 
+FEW_TOKENS = Sizes(batch=2, context=64, microbatches=2)
+"""A third of a step of DDP is communication there, or more."""
+SHARDED = ("ZeRO-2", "ZeRO-3", "torch DDP", "torch FSDP2")
+
 LATE = ("ZeRO-3", f"ZeRO-3, {LATE_MS} ms late")
 """Of a step so long that two delays are less than 3 % of it."""
 
@@ -40,6 +44,7 @@ SUBJECTS: dict[str, Subject] = {
     "train": (9, training.run),
     "train-small-batch": (9, partial(training.run, sizes=SMALL_BATCH)),
     "train-late": (9, partial(training.run, sizes=Sizes(layers=12), names=LATE)),
+    "train-few-tokens": (15, partial(training.run, sizes=FEW_TOKENS, names=SHARDED)),
     "collectives": (7, collectives.run),
     "optim": (7, partial(optimizers.run, window=0.05)),
     "device": (9, device.run),
@@ -69,12 +74,8 @@ def main(
 ) -> None:
     """Measure, then write one page per subject into the folder."""
     chip = anychip.use(backend)
-    options = {
-        "train": {"steps": steps},
-        "train-small-batch": {"steps": steps},
-        "train-late": {"steps": steps},
-        "optim": {"num_params": params},
-    }
+    options = {name: {"steps": steps} for name in SUBJECTS if name.startswith("train")}
+    options["optim"] = {"num_params": params}
     for subject in subjects or SUBJECTS:
         begin = time.monotonic()
         usual, run = SUBJECTS[subject]

@@ -299,6 +299,8 @@ ARGUMENTS = (
         eps=lambda eps: eps or 1e-8),
     wrong_arguments("type-of-the-first", "dtype of another tensor", "l2_norm", select="/l2_norm/",
         dtypes=BOTH, tensors=lambda tensors: [tensor.to(tensors[0].dtype) for tensor in tensors]),
+    wrong_arguments("bias-in-the-type-of-scores", "dtype of another tensor", "softmax",
+        dtypes=BOTH, bias=lambda x, bias: bias if bias is None else bias.to(x.dtype)),
     wrong_gradients("gradient-beyond-half", "range of a gradient", "gelu",
         grad=lambda grad: grad.clamp(-65504.0, 65504.0)),
     wrong_gradients("nan-of-a-gradient-is-0", "Inf or NaN lost", "layer_norm",

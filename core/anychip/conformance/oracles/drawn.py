@@ -187,7 +187,7 @@ def _softmax(choose: Choices, draw: Draw) -> Arguments:
     of_mask = _broadcast(choose, "mask", shape)
     of_bias = _broadcast(choose, "bias", shape)
     mask = None if of_mask is None else draw.uniform(*of_mask) < 0.7
-    bias = None if of_bias is None else draw.normal(*of_bias)
+    bias = None if not of_bias else draw.normal(*of_bias, dtype=_wide(choose, draw, "wide bias"))
     scales = (1.0,), (0.125, 0.5, 0.01, 0.1, 0.03), (2.0, 1.5, 10.0, 3.0), (-0.5, -1.0), (0.0,)
     scale = choose.number("scale", *scales)
     return (x, mask, bias), {"scale": scale, "causal": choose.of("causal", False, True)}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from anychip.operators.varlen import refuse_no_packing
 from anychip_cpu import tiled_attention
-from anychip_cpu.attention import attention, attention_backward, is_torchs, takes_flash
+from anychip_cpu.attention import attention, attention_backward, flash_is_quicker, takes_flash
 from anychip_cpu.table import FLOATS, Needs, declared
 
 
@@ -23,7 +23,7 @@ def _queries(q: Tensor, cu_seqlens: Tensor) -> int:
 _LONG = 256
 """Queries of a sequence, on average, from where on torch's kernel is quicker, which is asked once
 for each: of 256 it takes 0.5 and 0.9 of the native one's time, of 128 0.7 and 1.2, of 64 1.5 and
-1.9 (measured, as :func:`.attention.is_torchs`)."""
+1.9 (measured, as :func:`.attention.flash_is_quicker`)."""
 
 
 @declared.forward(
@@ -31,7 +31,7 @@ for each: of 256 it takes 0.5 and 0.9 of the native one's time, of 128 0.7 and 1
     dtypes=FLOATS,
     accepts=lambda q, k, v, ends, *_, **attrs: (
         tiled_attention.takes(q, k, v, queries=_queries(q, ends))
-        and not (_queries(q, ends) >= _LONG and is_torchs(q, k, v, **attrs))
+        and not (_queries(q, ends) >= _LONG and flash_is_quicker(q, k, v, **attrs))
     ),
 )
 def native_attention_varlen(

@@ -130,9 +130,11 @@ def _check(
     with _uncollected():
         from anychip import conformance
         from anychip.conformance import expectations as listing
+        from anychip.conformance.asking import settle
 
         active = conformance.activate(backend)
         plan = conformance.plan(active, expectations_file=expectations, **asked)
+        settle()
     if list_only:
         click.echo("\n".join(case.id for case in plan.cases))
         return DONE
@@ -163,7 +165,6 @@ def _uncollected() -> Iterator[None]:
     try:
         yield
     finally:
-        gc.freeze()
         gc.enable()
 
 

@@ -31,7 +31,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -60,21 +59,32 @@ ULP = {
 }
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+Lazily = Array | Callable[[], Array]
+
+
 class Rounded:
     """A float64 array, and how far a float32 computation of it may be off.
 
     Attributes:
         value: what the equation gives.
         worst: no error is larger, in units of u.
-        spread: errors are of this size or smaller in the mean square (times 1/3), in units of u.
         format: for an argument, its own type.
     """
 
-    value: Array
-    worst: Array
-    spread: Array
-    format: Format = FP32
+    __slots__ = ("_spread", "format", "value", "worst")
+
+    def __init__(self, value: Array, worst: Array, spread: Lazily, format: Format = FP32) -> None:
+        self.value, self.worst, self._spread, self.format = value, worst, spread, format
+
+    @property
+    def spread(self) -> Array:
+        """Errors are of this size or smaller in the mean square (times 1/3), in units of u.
+
+        Computed when it is asked for: most calls' inputs are not random, and it costs most.
+        """
+        if callable(self._spread):
+            self._spread = self._spread()
+        return self._spread
 
     # numpy must leave `array + rounded` to us.
     __array_ufunc__ = None
@@ -93,7 +103,7 @@ class Rounded:
         """A number that has to be rounded to float32 before it is used."""
         if not math.isfinite(value) or float(np.float32(value)) == value:
             return cls.exact(value)
-        return _rounded(np.float64(value), np.float64(0.0), np.float64(0.0))
+        return _rounded(np.float64(value), np.float64(0.0), lambda: np.float64(0.0))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -101,10 +111,12 @@ class Rounded:
 
     def __add__(self, other: Rounded | Array | float) -> Rounded:
         b = as_rounded(other)
-        return _rounded(self.value + b.value, self.worst + b.worst, root(self.spread, b.spread))
+        return _rounded(
+            self.value + b.value, self.worst + b.worst, lambda: root(self.spread, b.spread)
+        )
 
     def __neg__(self) -> Rounded:
-        return Rounded(-self.value, self.worst, self.spread, self.format)
+        return Rounded(-self.value, self.worst, lambda: self.spread, self.format)
 
     def __sub__(self, other: Rounded | Array | float) -> Rounded:
         return self + -as_rounded(other)
@@ -118,7 +130,7 @@ class Rounded:
         return _rounded(
             self.value * b.value,
             x * b.worst + y * self.worst,
-            root(x * b.spread, y * self.spread),
+            lambda: root(x * b.spread, y * self.spread),
         )
 
     def __truediv__(self, other: Rounded | Array | float) -> Rounded:
@@ -128,7 +140,7 @@ class Rounded:
         return _rounded(
             value,
             (self.worst + x * b.worst) / y,
-            root(self.spread, x * b.spread) / y,
+            lambda: root(self.spread, x * b.spread) / y,
             2 * ULP["divide"],
         )
 
@@ -143,8 +155,11 @@ class Rounded:
 
     def shaped(self, change: Callable[[Array], Array]) -> Rounded:
         """A change of shape, order or selection, which has no rounding, of all three arrays."""
-        worst, spread = _whole(self, "worst"), _whole(self, "spread")
-        return Rounded(change(self.value), change(worst), change(spread), self.format)
+
+        def changed(name: str) -> Array:
+            return change(_whole(self, name))
+
+        return Rounded(change(self.value), changed("worst"), lambda: changed("spread"), self.format)
 
     def reshape(self, *shape: int) -> Rounded:
         return self.shaped(lambda array: array.reshape(shape))
@@ -160,12 +175,14 @@ class Rounded:
         def total(array: Array) -> Array:
             return np.asarray(np.sum(array, axis=axes, keepdims=keepdims))
 
-        value, squares = total(self.value), total(self.value**2)
-        return Rounded(
-            value,
-            total(_whole(self, "worst")) + count * (total(np.abs(self.value)) + FLUSH),
-            np.sqrt(total(_whole(self, "spread") ** 2) + count * (value**2 + squares + FLUSH**2)),
-        )
+        value = total(self.value)
+        worst = total(_whole(self, "worst")) + count * (total(np.abs(self.value)) + FLUSH)
+
+        def spread() -> Array:
+            own = count * (value**2 + total(self.value**2) + FLUSH**2)
+            return np.asarray(np.sqrt(total(_whole(self, "spread") ** 2) + own))
+
+        return Rounded(value, worst, spread)
 
     def mean(self, axis: int, *, keepdims: bool = False) -> Rounded:
         """Sum over the number of terms."""
@@ -176,17 +193,17 @@ class Rounded:
         if format.digits >= FP32.digits:
             return self
         size = (np.abs(self.value) * format.unit + format.smallest / 2) / UNIT
-        return Rounded(self.value, self.worst + size, root(self.spread, size))
+        return Rounded(self.value, self.worst + size, lambda: root(self.spread, size))
 
 
-def _rounded(value: Any, worst: Any, spread: Any, c: float = 1.0) -> Rounded:
+def _rounded(value: Any, worst: Any, spread: Callable[[], Any], c: float = 1.0) -> Rounded:
     """A result with one more rounding of c u."""
     size = c * np.abs(value) + FLUSH
     # An infinite result is not rounded: exp(-inf), a masked score, is exactly 0.
     infinite = np.isinf(value)
     if infinite.any():
         size = np.where(infinite, 0.0, size)
-    return Rounded(value, worst + size, root(spread, size))
+    return Rounded(value, worst + size, lambda: root(spread(), size))
 
 
 def as_rounded(number: Rounded | Array | float) -> Rounded:
@@ -202,17 +219,17 @@ def where(condition: NDArray[np.bool_], a: Rounded | float, b: Rounded | float) 
     return Rounded(
         np.where(condition, a.value, b.value),
         np.where(condition, a.worst, b.worst),
-        np.where(condition, a.spread, b.spread),
+        lambda: np.where(condition, a.spread, b.spread),
     )
 
 
 def concatenate(parts: Sequence[Rounded], axis: int) -> Rounded:
     """Parts joined along an axis, without a rounding."""
-    value, worst, spread = (
-        np.concatenate([_whole(part, name) for part in parts], axis)
-        for name in ("value", "worst", "spread")
-    )
-    return Rounded(value, worst, spread)
+
+    def of(name: str) -> Array:
+        return np.concatenate([_whole(part, name) for part in parts], axis)
+
+    return Rounded(of("value"), of("worst"), lambda: of("spread"))
 
 
 def joined(tensors: Sequence[Rounded]) -> Rounded:
@@ -231,17 +248,23 @@ def matmul(a: Rounded, b: Rounded) -> Rounded:
     count = a.value.shape[-1]
     value = a.value @ b.value
     x, y = np.abs(a.value), np.abs(b.value)
-    x2, y2 = x**2, y**2
-    squares = x2 @ y2
     worst = (count + 1) * (x @ y) + count * FLUSH
-    variance = squares + count * (value**2 + squares + FLUSH**2)
     if b.worst.any():  # numbers that are given have no error to pass on
         worst += x @ _whole(b, "worst")
-        variance += x2 @ _whole(b, "spread") ** 2
     if a.worst.any():
         worst += _whole(a, "worst") @ y
-        variance += _whole(a, "spread") ** 2 @ y2
-    return Rounded(value, worst, np.sqrt(variance))
+
+    def spread() -> Array:
+        x2, y2 = x**2, y**2
+        squares = x2 @ y2
+        variance: Array = squares + count * (value**2 + squares + FLUSH**2)
+        if b.worst.any():
+            variance += x2 @ _whole(b, "spread") ** 2
+        if a.worst.any():
+            variance += _whole(a, "spread") ** 2 @ y2
+        return np.sqrt(variance)
+
+    return Rounded(value, worst, spread)
 
 
 def root(a: Array, b: Array) -> Array:
@@ -265,7 +288,7 @@ def _whole(number: Rounded, name: str) -> Array:
 def _function(x: Rounded, name: str, value: Array, slope: Array) -> Rounded:
     """f(x), given its derivative: the argument's error passes on, and f adds its own."""
     slope = np.abs(slope)
-    return _rounded(value, slope * x.worst, slope * x.spread, 2 * ULP[name])
+    return _rounded(value, slope * x.worst, lambda: slope * x.spread, 2 * ULP[name])
 
 
 def exp(x: Rounded) -> Rounded:
@@ -275,7 +298,7 @@ def exp(x: Rounded) -> Rounded:
     def off(e: Array) -> Any:
         return value * np.where(np.isfinite(e), np.expm1(np.minimum(e * UNIT, 80.0)) / UNIT, e)
 
-    return _rounded(value, off(x.worst), off(x.spread), 2 * ULP["exp"])
+    return _rounded(value, off(x.worst), lambda: off(x.spread), 2 * ULP["exp"])
 
 
 def log(x: Rounded) -> Rounded:
@@ -302,7 +325,10 @@ def sqrt(x: Rounded) -> Rounded:
     safe = np.where(value > 0.0, value, np.inf)
     worst = np.minimum(x.worst / (2 * safe), np.sqrt(x.worst / UNIT))
     worst = np.where(value > 0.0, worst, np.sqrt(x.worst / UNIT))
-    spread = np.where(value > 0.0, np.minimum(x.spread / (2 * safe), worst), worst)
+
+    def spread() -> Array:
+        return np.where(value > 0.0, np.minimum(x.spread / (2 * safe), worst), worst)
+
     return _rounded(value, worst, spread, 2 * ULP["sqrt"])
 
 
@@ -326,4 +352,4 @@ def sigmoid(x: Rounded) -> Rounded:
     # division.
     own = 2 * ULP["exp"] * (1.0 - value) + 1.0 + 2 * ULP["divide"]
     size = own * value + FLUSH
-    return Rounded(value, slope * x.worst + size, root(slope * x.spread, size))
+    return Rounded(value, slope * x.worst + size, lambda: root(slope * x.spread, size))

@@ -13,13 +13,14 @@ def main() -> None:
     request = json.loads(sys.stdin.readline())
 
     import anychip
-    from anychip.conformance.asking import activate, run_case
+    from anychip.conformance.asking import activate, run_case, settle
     from anychip.conformance.case import Context
     from anychip.conformance.chapters import all_cases
 
     backend = activate(request["backend"])
     level, seed = request["level"], request["seed"]
     by_id = {case.id: case for case in all_cases(Context(backend, level, seed))}
+    settle()
     _send(pipe, {"ready": True})
     for id in request["cases"]:
         anychip.provenance(reset=True)

@@ -29,7 +29,9 @@ def _cdf(x: Rounded) -> Rounded:
     by_erf = 0.5 * (1.0 + erf(x * math.sqrt(0.5)))
     by_erfc = np.abs(by_erf.value) * 2 * ULP["erfc"]
     return Rounded(
-        by_erf.value, np.maximum(by_erf.worst, by_erfc), np.maximum(by_erf.spread, by_erfc)
+        by_erf.value,
+        np.maximum(by_erf.worst, by_erfc),
+        lambda: np.maximum(by_erf.spread, by_erfc),
     )
 
 

@@ -34,7 +34,10 @@ def _hadamard(x: Rounded, *, block: int | None) -> Answer:
         rows = x.reshape(-1, length)
         bound = rows.sum(1, keepdims=True)  # of a sum with any signs
         value = _signed_sums(rows.value)
-        spread = np.sqrt(bound.spread**2 + length * (value**2 - bound.value**2))
+
+        def spread() -> Array:
+            return np.sqrt(bound.spread**2 + length * (value**2 - bound.value**2))
+
         y = Rounded(value, bound.worst, spread) * (1.0 / math.sqrt(length))
         return (y.reshape(*x.shape),)
 

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anychip.conformance.arithmetic import Rounded, matmul, root
+from anychip.conformance.formats import Array
 from anychip.conformance.oracles.oracle import Answer, Gradients, differentiable
 
 
@@ -35,7 +36,7 @@ def answer(x: Rounded, weight: Rounded, bias: Rounded | None, **_: Any) -> Answe
 def _from(bias: Rounded, product: Rounded, count: int) -> Rounded:
     """The sum may begin with the bias, which every one of its roundings then sees."""
     y, size = product + bias, np.where(np.isfinite(bias.value), np.abs(bias.value), 0.0)
-    return Rounded(y.value, y.worst + count * size, root(y.spread, np.sqrt(count) * size))
+    return Rounded(y.value, y.worst + count * size, lambda: root(y.spread, np.sqrt(count) * size))
 
 
 def _embedding(indices: NDArray[np.int64], weight: Rounded) -> Answer:
@@ -54,8 +55,12 @@ def _added_up(grad: Rounded, flat: NDArray[np.int64], shape: tuple[int, ...]) ->
     roundings = np.maximum(np.bincount(flat, minlength=shape[0]) - 1, 0)[:, None]
     value = added(grad.value)
     worst = added(grad.worst) + roundings * added(np.abs(grad.value))
-    squares = added(grad.spread**2) + roundings * (value**2 + added(grad.value**2))
-    return Rounded(value, worst, np.sqrt(squares))
+
+    def spread() -> Array:
+        own = roundings * (value**2 + added(grad.value**2))
+        return np.sqrt(added(grad.spread**2) + own)
+
+    return Rounded(value, worst, spread)
 
 
 LINEAR = differentiable(answer)

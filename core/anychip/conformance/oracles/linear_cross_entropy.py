@@ -44,7 +44,7 @@ def _partials(
     top = Rounded.exact(logits.value.max(-1, keepdims=True))
     lse = log(exp(logits - top).sum(-1, keepdims=True)) + top
     here = target.reshape(-1, 1) == first + np.arange(weight.shape[0])
-    picked = Rounded(*(np.where(here, a, 0.0).sum(-1) for a in _arrays(logits)))
+    picked = logits.shaped(lambda array: np.asarray(np.where(here, array, 0.0).sum(-1)))
 
     def backward(*grads: Rounded) -> Gradients:
         dlse, dpicked, dtotal = (g.reshape(-1, 1) for g in grads)
@@ -53,10 +53,6 @@ def _partials(
 
     results = (lse[:, 0], picked, logits.sum(-1))
     return tuple(y.reshape(*target.shape) for y in results), backward
-
-
-def _arrays(x: Rounded) -> tuple[Any, ...]:
-    return x.value, np.broadcast_to(x.worst, x.shape), np.broadcast_to(x.spread, x.shape)
 
 
 LINEAR_CROSS_ENTROPY_PARTIALS = differentiable(_partials)

@@ -76,7 +76,7 @@ def _layer_gradient(
 
 def _error(number: Rounded) -> Rounded:
     """Of a number, without its value."""
-    return Rounded(np.zeros(number.shape), number.worst, number.spread)
+    return Rounded(np.zeros(number.shape), number.worst, lambda: number.spread)
 
 
 def _grouped(x: Rounded, num_groups: int) -> Rounded:

@@ -83,7 +83,7 @@ def _scales(rows: Rounded, largest: float) -> Rounded:
     near = np.abs(scales.value - SMALLEST_NORMAL) <= scales.worst * UNIT
     value = np.where(small, 0.0, scales.value)
     size = np.where(near, SMALLEST_NORMAL * 2 / UNIT, np.where(small, 0.0, scales.worst))
-    return Rounded(value, size, np.where(near | small, size, scales.spread))
+    return Rounded(value, size, lambda: np.where(near | small, size, scales.spread))
 
 
 def _is_float32(array: Array) -> NDArray[np.bool_]:

@@ -13,7 +13,8 @@ keys, their errors are too.
 import numpy as np
 from numpy.typing import NDArray
 
-from anychip.conformance.arithmetic import Rounded, exp, root, where
+from anychip.conformance.arithmetic import Rounded, broadcast, exp, root, where
+from anychip.conformance.formats import Array
 from anychip.conformance.oracles.oracle import Answer, Gradients, differentiable
 
 Mask = NDArray[np.bool_]
@@ -41,8 +42,8 @@ def _answer(
     def backward(grad: Rounded) -> Gradients:
         own = (weights / total.value).stored(x.format)
         inner = (grad * own).sum(-1, keepdims=True)
-        relative = (total.worst / total.value, total.spread / total.value)
-        shared = Rounded(0.0 * inner.value, *relative) * inner.value
+        off = total.worst / total.value, lambda: total.spread / total.value
+        shared = Rounded(0.0 * inner.value, *off) * inner.value
         dscores = y.stored(x.format) * (grad - (inner + shared))
         return dscores * scale, None if bias is None else _summed_to(dscores, bias.shape)
 
@@ -53,9 +54,13 @@ def _summed_to(dscores: Rounded, shape: Shape) -> Rounded:
     """Summed over the dims along which a tensor of this shape is broadcast."""
     full = (1,) * (len(dscores.shape) - len(shape)) + shape
     if full[-1] < dscores.shape[-1]:
-        shared = np.broadcast_to(dscores.spread, dscores.shape).sum(-1, keepdims=True)
-        total = dscores.sum(-1, keepdims=True)
-        dscores = Rounded(total.value, total.worst, root(total.spread, shared))
+        rows, total = dscores, dscores.sum(-1, keepdims=True)
+
+        def spread() -> Array:
+            shared = broadcast(rows.spread, rows.shape).sum(-1, keepdims=True)
+            return root(total.spread, shared)
+
+        dscores = Rounded(total.value, total.worst, spread)
     sizes = zip(full, dscores.shape, strict=True)
     axes = tuple(axis for axis, (own, size) in enumerate(sizes) if own != size)
     return (dscores.sum(axes, keepdims=True) if axes else dscores).reshape(*shape)

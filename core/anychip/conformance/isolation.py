@@ -6,7 +6,7 @@ has failed, and a new child goes on with the next.
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -61,15 +61,16 @@ class Served:
 
 
 def run_isolated(
-    plan: SuitePlan, cases: Sequence[Case], limit_s: float, served: Served
+    plan: SuitePlan, cases: Iterable[Case], limit_s: float, served: Served
 ) -> Iterator[Result]:
-    """Results of some of a plan's cases, in order.
+    """Results of some of a plan's cases, each of which is taken when the child is free.
 
     Args:
         served: is told what served the operators of each case.
 
     Raises:
         ValueError: the backend was made by hand, and a child could not find it by its name.
+        RuntimeError: the child died before its first case, so that no other one would do better.
     """
     backend = plan.backend
     if registry.provenance_of(backend)[1] == "not installed":
@@ -77,36 +78,32 @@ def run_isolated(
             f"--isolate starts child processes that look for {backend.name!r} among the installed "
             "plugins; this one was handed over as an object"
         )
-    remaining = [case.id for case in cases]
-    while remaining:
-        child = Child.start("anychip.conformance.worker")
-        try:
-            for result in _asked(child, plan, remaining, limit_s, served):
-                remaining.remove(result.case)
-                yield result
-        finally:
+    child: Child | None = None
+    try:
+        for case in cases:
+            child = child or _started(plan)
+            child.tell(case.id)
+            said = next(lines_of([child], limit_s), None)
+            if said is not None:
+                message = json.loads(said[1])
+                served.add(message["served"])
+                yield Result.from_json(message["result"])
+                continue
+            how = child.how_it_ended(limit_s)
+            child.end()
+            child = None
+            yield Result(case=case.id, outcome="failed", reason=how, crashed=True)
+    finally:
+        if child is not None:
             child.end()
 
 
-def _asked(
-    child: Child, plan: SuitePlan, ids: Sequence[str], limit_s: float, served: Served
-) -> Iterator[Result]:
-    """What the child reports; at its death a failed result for the case at hand, and no more.
-
-    Raises:
-        RuntimeError: it died before its first case, so that no other child would do better.
-    """
-    ids, name = list(ids), registry.name_of(plan.backend)
-    child.tell({"backend": name, "level": plan.level, "seed": plan.seed, "cases": ids})
+def _started(plan: SuitePlan) -> Child:
+    child = Child.start("anychip.conformance.worker")
+    name = registry.name_of(plan.backend)
+    child.tell({"backend": name, "level": plan.level, "seed": plan.seed})
     if next(lines_of([child], STARTUP_S), None) is None:
         how = child.how_it_ended(STARTUP_S)
+        child.end()
         raise RuntimeError(f"the process that asks the cases did not start: {how}")
-    for id in ids:
-        said = next(lines_of([child], limit_s), None)
-        if said is None:
-            how = child.how_it_ended(limit_s)
-            yield Result(case=id, outcome="failed", reason=how, crashed=True)
-            return
-        message = json.loads(said[1])
-        served.add(message["served"])
-        yield Result.from_json(message["result"])
+    return child

@@ -1,12 +1,14 @@
 """Runs cases in this process, while other processes are asked what they can be asked.
 
-Those are the questions to several ranks, which are processes anyway, and, with two jobs, half of
-those about values, which a child asks (:mod:`.isolation`). They begin with the first operator: the
-chapters before look at what the whole device does, and would see the other processes' part of it.
+Those are the questions to several ranks, which are processes anyway, and, with two jobs, those
+about values, of which a child (:mod:`.isolation`) takes one whenever it is free. They begin with
+the first operator: the chapters before look at what the whole device does, and would see the other
+processes' part of it.
 """
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from threading import Thread
 
 from anychip import registry
@@ -18,8 +20,8 @@ from anychip.conformance.report import Result
 
 BEGIN = "operators"
 """The chapter with whose first case the others begin."""
-GIVEN_AWAY = ("gradients", "optimizer", "training")
-"""The chapters that a child asks: together they take as long as those that are left."""
+TAKEN = ("training", "optimizer", "gradients", BEGIN)
+"""The chapters whose cases a child takes, what comes last in them first."""
 MANY = 200
 """So many cases are worth the seconds that a child takes to start."""
 
@@ -43,25 +45,34 @@ def run_side_by_side(
     for begin in dict.fromkeys(case.start for case in cases if case.start is not None):
         begin()
     elsewhere = [case for case in cases if case.elsewhere]
-    given_away = _given_away(plan, cases, jobs)
+    free = _free(plan, cases, jobs)
     answers: Answers | None = None
     for case in cases:
         if case.chapter == BEGIN and answers is None:
             answers = _answers(elsewhere, asked(elsewhere))
-            isolated = isolation.run_isolated(plan, given_away, limit_s, served)
-            answers |= _answers(given_away, isolated)
-        if answers is not None and case.id in answers:
+            isolated = isolation.run_isolated(plan, _taken(free), limit_s, served)
+            answers |= _answers([*free.values()], isolated)
+        if answers is not None and case.id in answers and free.pop(case.id, None) is None:
             yield answers[case.id].result()
         else:
             yield from asked([case])
 
 
-def _given_away(plan: SuitePlan, cases: Sequence[Case], jobs: int) -> list[Case]:
-    """What a child asks: nothing without operators to be asked meanwhile, or a plugin to find."""
-    found = [case for case in cases if case.chapter in GIVEN_AWAY]
+def _free(plan: SuitePlan, cases: Sequence[Case], jobs: int) -> dict[str, Case]:
+    """What a child may take: nothing if there is little of it, or no plugin to find."""
+    found = [case for case in cases if case.chapter in TAKEN]
     is_worth_it = len(found) >= MANY and any(case.chapter == BEGIN for case in cases)
     is_installed = registry.provenance_of(plan.backend)[1] != "not installed"
-    return found if jobs > 1 and is_worth_it and is_installed else []
+    if jobs < 2 or not is_worth_it or not is_installed:
+        return {}
+    return {case.id: case for case in sorted(found, key=lambda c: TAKEN[::-1].index(c.chapter))}
+
+
+def _taken(free: dict[str, Case]) -> Iterator[Case]:
+    """The last of what nobody has taken."""
+    while free:
+        with suppress(KeyError):  # this process took it
+            yield free.popitem()[1]
 
 
 def _answers(cases: Sequence[Case], results: Iterator[Result]) -> Answers:

@@ -20,11 +20,6 @@ from anychip.contract import Backend, UnsupportedError
 from anychip.dispatch import selection
 
 
-_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
-"""Of glibc's mallopt, whose limits for them are these."""
-_LARGEST_OF_HEAP, _LARGEST_FREE = 32 << 20, 1 << 30
-
-
 def settle() -> None:
     """Keeps what is imported, and memory that is freed, where the C library can.
 
@@ -34,8 +29,8 @@ def settle() -> None:
     gc.freeze()
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(_MMAP_THRESHOLD, _LARGEST_OF_HEAP)
-        mallopt(_TRIM_THRESHOLD, _LARGEST_FREE)
+        mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD, at most this
+        mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
 
 
 def activate(backend: str | Backend | None) -> Backend:

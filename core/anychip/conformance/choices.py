@@ -81,8 +81,8 @@ class Choices:
             one takes, in a turn in which none comes twice. Of other factors the seed says it.
         of_gradients: an infinite value leaves open what depends on it: formulas of a gradient may
             differ there.
-        choose: ``choose(factor, can)`` sets a factor's level and place, one of those that it can
-            have; None: the levels are given.
+        choose: ``choose(factor, can, sparing=...)`` sets a factor's level and place, one of those
+            that it can have; None: the levels are given.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Choices:
         places: Mapping[str, int] | None = None,
         *,
         of_gradients: bool = False,
-        choose: Callable[[str, Sequence[bool]], object] | None = None,
+        choose: Callable[..., object] | None = None,
     ) -> None:
         self.of_gradients, self._choose = of_gradients, choose
         self._levels, self.seed = levels, seed
@@ -111,18 +111,21 @@ class Choices:
         """Notes that nothing, or little, is seen in the results of what other factors do."""
         self.hiding |= {factor} if it_does else set()
 
-    def of(self, factor: str, *options: T, can: Sequence[bool] | None = None) -> T:
+    def of(
+        self, factor: str, *options: T, can: Sequence[bool] | None = None, sparing: bool = False
+    ) -> T:
         """The option that the factor's level stands for; the simplest is the first.
 
         Args:
             can: of each option, whether the call can have it; None: any. Where it cannot have what
                 it is given, it has the simplest that it can, and this is noted.
+            sparing: all but the simplest are in no more calls than they have to be.
         """
         known = self.asked.setdefault(factor, len(options))
         assert known == len(options), f"{factor} has {known} levels, and then {len(options)}"
         can = can or [True] * len(options)
         if self._choose is not None and factor not in self._levels:
-            self._choose(factor, can)
+            self._choose(factor, can, sparing=sparing)
         level = self._levels.get(factor, 0)
         if not can[level]:
             self.refused.add(factor)
@@ -140,10 +143,12 @@ class Choices:
         factor: str,
         classes: Mapping[str, Sequence[T]],
         fits: Callable[[T], bool] = lambda member: True,
+        *,
+        sparing: bool = False,
     ) -> T:
         """A member of the class that the factor's level stands for, of those that fit; one does."""
         can = [any(map(fits, members)) for members in classes.values()]
-        members = classes[self.of(factor, *classes, can=can)]
+        members = classes[self.of(factor, *classes, can=can, sparing=sparing)]
         self.chosen[factor] = found = self._member(factor, members, "", fits)
         return found
 
@@ -228,7 +233,7 @@ class Choices:
 
     def shape(self) -> list[int]:
         """Rows, and a last dim, which is short where there are very many; or a large shape."""
-        if large := self.member("shape", SHAPES):
+        if large := self.member("shape", SHAPES, sparing=True):
             return list(large)
         rows = self.rows(high=MOST_ROWS)
         return [*rows, self.room(*rows).size("width", none=True)]
@@ -317,11 +322,11 @@ class Given(Choices):
         super().__init__({})
         self.given = given
 
-    def of(self, factor: str, *options: T, can: Sequence[bool] | None = None) -> T:
+    def of(self, factor: str, *options: T, **_: Any) -> T:
         found = super().of(factor, *options)
         return self._given(factor, found)
 
-    def member(self, factor: str, classes: Mapping[str, Sequence[T]], *_: Any) -> T:
+    def member(self, factor: str, classes: Mapping[str, Sequence[T]], *_: Any, **__: Any) -> T:
         found = super().of(factor, *classes)
         return self._given(factor, classes[found][0])
 

@@ -42,6 +42,10 @@ PERSISTENT = 4
 """So many rows are made for a combination of which any two levels have been seen to go together."""
 
 
+SPARING = 3
+"""A level to be had sparingly brings so many more combinations than the first, or is needed."""
+
+
 class CoveringArray:
     """Rows that are made level by level; factors are known from when a row first asks for them.
 
@@ -107,11 +111,12 @@ class CoveringArray:
             self._kept |= self._apart(place)
         return True
 
-    def level(self, factor: str, can: Sequence[bool]) -> int:
+    def level(self, factor: str, can: Sequence[bool], *, sparing: bool = False) -> int:
         """The level that the row has of its next factor.
 
         Args:
             can: of each level, from the simplest on, whether the row can have it; one at least.
+            sparing: all but the first cost much, or are without other factors.
         """
         if factor not in self.factors:
             self._add(factor, len(can))
@@ -120,7 +125,7 @@ class CoveringArray:
         if len(fitting) < len(can):
             self._cannot |= _of(self.factors[factor]) & ~_set(fitting)
         mine = [place for place in self._start if place in fitting]
-        place = mine[0] if mine else self._chosen(fitting)
+        place = mine[0] if mine else self._chosen(fitting, SPARING * sparing)
         self.row[factor] = level = place - first
         self.places[factor] = self._turns[factor, level]
         self._fixed.append(place)
@@ -200,9 +205,12 @@ class CoveringArray:
         """Levels that seem not to go together with one."""
         return self._vain[place] & ~self._could[place]
 
-    def _chosen(self, fitting: list[int]) -> int:
+    def _chosen(self, fitting: list[int], less: int) -> int:
         """The level that brings the most, or the simplest, of those that leave the start what it
         needs.
+
+        Args:
+            less: so much less all but the first are worth.
         """
         kept = [place for place in fitting if not self._kept >> place & 1]
         if self._simple and (self._simple_throughout or not set(self._start) <= set(self._fixed)):
@@ -214,7 +222,10 @@ class CoveringArray:
         others = self.strength - 1
         axes = [[place] for place in hides] + [own] * (others - len(hides))
         axes = axes if len(hides) <= others else [hides] * others
-        gains = [self._gain(place, axes) + self._random.random() for place in kept]
+        gains = [
+            self._gain(place, axes) + self._random.random() - less * (place != fitting[0])
+            for place in kept
+        ]
         return kept[gains.index(max(gains))] if kept else fitting[0]
 
     def _gain(self, place: int, axes: list[list[int]]) -> int:

@@ -85,6 +85,19 @@ def test_all_is_asked_that_a_row_can_have_and_by_no_row_that_brings_nothing(stre
     assert len(rows) < math.prod(levels.values()) / (2 if strength == 2 else 1)
 
 
+def test_level_that_is_to_be_spared_is_in_few_rows() -> None:
+    counts = []
+    for sparing in (False, True):
+        array, rows = CoveringArray(2, 1), []
+        while array.begin():
+            array.level("size", [True, True], sparing=sparing)
+            for factor in "abcd":
+                array.level(factor, [True] * 6)
+            rows += [array.row["size"]] if array.end() else []
+        counts.append(sum(rows))
+    assert 6 <= counts[1] < counts[0] / 2, counts
+
+
 def test_pairs_are_asked_beside_no_level_that_hides_them() -> None:
     levels, array, rows = (3, 4, 4, 3), CoveringArray(2, 3), []
     hiding = {("1", 3), ("2", 2)}

@@ -6,41 +6,16 @@ derivation of the error bound. What operators are called with stands in :mod:`.d
 calls that are always made, in :mod:`.fixed`.
 """
 
+import importlib
+import pkgutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import ModuleType
 
-from anychip.conformance.oracles import (
-    activation,
-    adamw_8bit,
-    attention,
-    compression,
-    convolution,
-    dropout,
-    dropout_add_norm,
-    grouped,
-    linear,
-    linear_cross_entropy,
-    loss,
-    norm,
-    permutation,
-    quantization,
-    rope,
-    softmax,
-    squares,
-    update,
-    varlen,
-)
 from anychip.conformance.oracles.fixed import FIXED, PLAIN
 from anychip.conformance.oracles.oracle import Oracle
 from anychip.conformance.oracles.reference import reference_oracle
 from anychip.contract import OperatorSpec
-
-_FAMILIES = (
-    activation, adamw_8bit, attention, compression, convolution, dropout, dropout_add_norm, grouped,
-    linear, linear_cross_entropy, loss, norm, permutation, quantization, rope, softmax, squares,
-    update, varlen,
-)  # fmt: skip
 
 
 def _named(family: ModuleType) -> Iterator[tuple[str, Oracle]]:
@@ -53,8 +28,8 @@ ORACLES: Mapping[str, Oracle] = {
         calls=tuple(point.call(name) for point in FIXED[name]),
         plain=tuple(point.call(name) for point in PLAIN[name]),
     )
-    for family in _FAMILIES
-    for name, oracle in _named(family)
+    for file in pkgutil.iter_modules(__path__)
+    for name, oracle in _named(importlib.import_module(f"{__name__}.{file.name}"))
 }
 """By the operator's name, which an oracle has in capitals."""
 

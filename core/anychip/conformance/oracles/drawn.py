@@ -330,7 +330,7 @@ _PRODUCTS: Classes = {"of any sizes": ((),), "large": ((224, 208, 192), (131, 25
 
 def _product(choose: Choices, last: str, **options: bool) -> tuple[list[int], int, int]:
     """Rows, inputs and the last size of a weight, which are small or a large product's."""
-    if large := choose.member("product", _PRODUCTS):
+    if large := choose.member("product", _PRODUCTS, sparing=True):
         return [large[0]], large[1], large[2]
     shape = choose.rows(high=MOST_ROWS)
     inputs = choose.room(*shape).size("inputs", none=True)

@@ -32,7 +32,8 @@ _SHAPES: Classes = {
 
 MANY = 12
 """Tensors of a class's shapes; those behind them have few elements."""
-_COUNTS = (7, 9, 16, 33, 12, 8, 20, 340, 10, 24, 6, 14, 70, 18, 28, 11, 36, 128)
+_COUNTS = (7, 9, 16, 33, 12, 8, 20, 340, 10, 24, 6, 14, 70, 18, 28, 11, 36, 128, 13, 15, 30, 17, 22,
+           26, 19, 40, 21, 29, 23, 31, 25, 34, 27, 48)  # fmt: skip
 """Among them once what several launches of a kernel share."""
 
 

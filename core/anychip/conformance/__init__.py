@@ -40,7 +40,7 @@ def run(
 
     Args:
         backend: a name, as for ``anychip.use``; or a backend itself.
-        level: ``quick`` (three minutes of two cores of a host) or ``full``.
+        level: ``quick`` (one to three minutes of two cores of a host) or ``full``.
         chapters: names; none: all.
         select: an expression of words of case ids, as for pytest's ``-k``.
         seed: of all random inputs.

@@ -14,14 +14,7 @@ from anychip import conformance
 from anychip.conformance import trainee
 from anychip.conformance.arithmetic import Rounded
 from anychip.conformance.case import CheckFailedError, Context
-from anychip.conformance.chapters import (
-    all_cases,
-    errors,
-    gradients,
-    optimizer,
-    streams,
-    training,
-)
+from anychip.conformance.chapters import all_cases, errors, gradients, optimizer, streams, training
 from anychip.conformance.chapters.collectives import RULES
 from anychip.conformance.oracles import oracle_of
 from anychip.conformance.oracles import training as oracle

@@ -44,6 +44,8 @@ def can_lie(arg: Any, layout: Layout, *, written: bool) -> bool:
         apart = len({id(tensor) for tensor in arg}) == len(arg)
         if layout in LIST_LAYOUTS:
             return apart and len(arg) > 1 and len({tensor.dtype for tensor in arg}) == 1
+        if layout in READ_ONLY_LAYOUTS:
+            return not written and any(t.dim() and t.shape[0] > 1 for t in arg)
         return bool(arg) and layout in LAYOUTS
     if layout in INNER_LAYOUTS:
         return isinstance(arg, Tensor) and arg.dim() > 2

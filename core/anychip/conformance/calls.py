@@ -276,13 +276,18 @@ def with_equal_numbers(
     names: Sequence[str], arguments: Arguments, layout: Layouts
 ) -> tuple[Any, ...]:
     """The positional arguments, with one number where a layout has one place in memory."""
-    args, known = list(arguments[0]), dict[tuple[int, int], Tensor]()
-    for index, (name, arg) in enumerate(zip(names, args, strict=True)):
-        for kind, dim in (("expanded", 0), ("repeated", -1)):
-            if isinstance(arg, Tensor) and _fitting(name, arg, layout) == kind and arg.numel():
-                # One that is two stays one.
-                args[index] = known.setdefault((id(arg), dim), arg.narrow(dim, 0, 1).expand_as(arg))
-    return tuple(args)
+    known = dict[tuple[int, int], Tensor]()
+
+    def lying(name: str, arg: Any) -> Any:
+        if isinstance(arg, (list, tuple)):
+            return [lying(name, tensor) for tensor in arg]
+        kind = _fitting(name, arg, layout) if isinstance(arg, Tensor) else "contiguous"
+        if kind not in READ_ONLY_LAYOUTS or not arg.numel():
+            return arg
+        dim = 0 if kind == "expanded" else -1  # and one that is two stays one
+        return known.setdefault((id(arg), dim), arg.narrow(dim, 0, 1).expand_as(arg))
+
+    return tuple(map(lying, names, arguments[0]))
 
 
 def place_call(

@@ -222,10 +222,7 @@ class CoveringArray:
         others = self.strength - 1
         axes = [[place] for place in hides] + [own] * (others - len(hides))
         axes = axes if len(hides) <= others else [hides] * others
-        gains = [
-            self._gain(place, axes) + self._random.random() - less * (place != fitting[0])
-            for place in kept
-        ]
+        gains = [self._gain(p, axes) + self._random.random() - less * (p > kept[0]) for p in kept]
         return kept[gains.index(max(gains))] if kept else fitting[0]
 
     def _gain(self, place: int, axes: list[list[int]]) -> int:

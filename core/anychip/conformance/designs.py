@@ -55,7 +55,7 @@ PLACES: Mapping[str, tuple[Layout, ...]] = {
 }
 """Where a tensor may lie; what its dims do not allow is contiguous."""
 OF_LISTS: Mapping[str, tuple[Layout, ...]] = {
-    **{name: PLACES[name] for name in ("contiguous", "misaligned", "strided")},
+    **{at: PLACES[at] for at in ("contiguous", "misaligned", "strided", "with equal numbers")},
     "in another order": ("transposed",),
     "with gaps": ("padded",),
     "in one storage": ("shared",),

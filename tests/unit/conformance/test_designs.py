@@ -146,7 +146,7 @@ def test_pairs_are_asked_of_the_implementation_that_serves_plain_calls(
     )
     assert len(every) > 200
     assert every - plain == set()
-    assert hidden == {2, 3, 4}  # strided, in another order, with gaps
+    assert hidden == {2, 4, 5}  # strided, in another order, with gaps
 
 
 def test_level_takes_each_of_its_members_before_one_comes_again() -> None:

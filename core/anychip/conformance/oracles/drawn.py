@@ -250,7 +250,7 @@ _SCORES = (1 << 11,) * 7 + (1 << 14,)
 
 
 def _attention(choose: Choices, draw: Draw, *, dropout: bool = False) -> Arguments:
-    heads, kv_heads, dim = _heads(choose, 4 if dropout else 100)
+    heads, kv_heads, dim = _heads(choose, 8 if dropout else 100)
     scores = _SCORES[0 if dropout else choose.turn("scores") % len(_SCORES)]
     most = max(min(_SCORES[0] // heads, 8 if dropout else _SCORES[0]), 1)
     batch = choose.number_up_to(most, "batch", (1,), (2, 3, 4, 8, 16, 33), (0,), _LONG)
@@ -305,7 +305,7 @@ def _index_dtype(choose: Choices, factor: str) -> torch.dtype:
 
 
 def _attention_varlen(choose: Choices, draw: Draw) -> Arguments:
-    heads, kv_heads, dim = _heads(choose, 8)
+    heads, kv_heads, dim = _heads(choose, 16)
     of_queries = of_keys = _ends(choose, "lengths")
     if choose.of("cross", False, True):
         of_keys = _ends(choose, "lengths of keys", len(of_queries))

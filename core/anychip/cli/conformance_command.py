@@ -138,8 +138,7 @@ def _check(
     if list_only:
         click.echo("\n".join(case.id for case in plan.cases))
         return DONE
-    cores = min(2, os.cpu_count() or 1)
-    report = _run(plan, isolate=isolate, jobs=jobs or cores, limit_s=limit_s)
+    report = _run(plan, isolate=isolate, jobs=jobs or min(2, os.cpu_count() or 1), limit_s=limit_s)
     if json_file is not None:
         from anychip.conformance.archive import write_report
 

@@ -81,7 +81,7 @@ def _group_norm(choose: Choices, draw: Draw) -> Arguments:
     groups = choose.number("num_groups", (1,), (2,), (3, 5, 7, 6, 12), (8, 4, 16, 32, 64, 100, 257))
     batch = choose.number("batch", (2, 3, 4), (1,), (0,), (5, 8, 16, 17, 31, 64), _LONG)
     most = 1000 if batch * groups < 16 else 8 if batch * groups < 600 else 2
-    sizes = (1,), (2, 3), (4, 8, 15, 5, 16), (64, 250, 33, 128, 1000)
+    sizes = (1,), (2, 3), (4, 8, 15, 5, 16), (64, 250, 33, 500, 128, 1000, 300)
     channels = choose.number_up_to(most, "channels of a group", *sizes)
     width = choose.room(batch, groups * channels).size("width")
     inner = {"one": [width], "none": [], "two": [3, 7], "three": [2, 3, 4]}

@@ -74,7 +74,7 @@ Between = Literal["nothing", "elsewhere", "in the same memory"]
 BETWEEN: tuple[Between, ...] = "nothing", "elsewhere", "nothing", "in the same memory"
 """What comes between a call and the same one again: one with other numbers, and where they lie."""
 TIMES: Mapping[Between, float] = {"nothing": -1.0, "elsewhere": -1.0, "in the same memory": 0.5}
-"""Of other signs, which sums of squares have not; or of the same ones, which a mistake may need."""
+"""Its numbers, times this: sums of squares see no signs, and a mistake may need those that were."""
 
 
 class DesignRow(NamedTuple):

@@ -73,8 +73,6 @@ CALLERS = (
 Between = Literal["nothing", "elsewhere", "in the same memory"]
 BETWEEN: tuple[Between, ...] = "nothing", "elsewhere", "nothing", "in the same memory"
 """What comes between a call and the same one again: one with other numbers, and where they lie."""
-TIMES: Mapping[Between, float] = {"nothing": -1.0, "elsewhere": -1.0, "in the same memory": 0.5}
-"""Its numbers, times this: sums of squares see no signs, and a mistake may need those that were."""
 
 
 class DesignRow(NamedTuple):
@@ -358,7 +356,7 @@ def with_other_numbers(trial: AnyTrial, context: Context, row: DesignedCall) -> 
         return None
     (args, attrs), names = trial.arguments, trial.signature.positional
     others = tuple(
-        arg if index in trial.written else _moved(name, arg, TIMES[row.between])
+        arg if index in trial.written else _moved(name, arg)
         for index, (name, arg) in enumerate(zip(names, args, strict=True))
     )
     call = Call(trial.call.label, lambda _: (others, attrs), layout=trial.call.layout)
@@ -403,16 +401,19 @@ _ENDS = ("cu_seqlens_q", "cu_seqlens_k", "offsets")
 """Arguments whose numbers never fall: ends of groups."""
 
 
-def _moved(name: str, arg: Any, times: float) -> Any:
-    """A tensor's numbers in another order, of floats others too; of ends other lengths."""
+def _moved(name: str, arg: Any) -> Any:
+    """A tensor's numbers in another order, of floats halves of them; of ends other lengths.
+
+    Halves, since sums of squares see no signs, and a mistake may need those that there were.
+    """
     if isinstance(arg, (list, tuple)):
-        return [_moved(name, entry, times) for entry in arg]
+        return [_moved(name, entry) for entry in arg]
     if not isinstance(arg, Tensor) or (arg.is_floating_point() and arg.dtype not in FORMATS):
         return arg  # of types with 8 bits torch makes no product
     flipped = arg.flatten().flip(0).view(arg.shape)
     if name in _ENDS:
         return arg[:1] + arg[-1:] - flipped
-    return flipped * times if arg.dtype in FORMATS else flipped
+    return flipped * 0.5 if arg.dtype in FORMATS else flipped
 
 
 @contextmanager

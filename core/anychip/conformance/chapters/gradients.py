@@ -184,7 +184,7 @@ def other_gradients(
     other = designs.with_other_numbers(trial, context, row)
     if other is None:
         return lambda: None
-    given = [(g * designs.TIMES[row.between]).to(context.device) for g in other.output_gradients()]
+    given = [(g * 0.5).to(context.device) for g in other.output_gradients()]
 
     def gradients(placed: PlacedCall) -> object:
         leaves = other.leaves(placed, names)

@@ -148,6 +148,15 @@ def at_most_32(row: Row, grad: Tensor, indices: Tensor, weight: Tensor, **attrs:
     return row(rows.view(grad.shape), indices, weight, **attrs)
 
 
+_buffers: dict[Any, Tensor] = {}
+
+
+def _in_one_buffer(y: Tensor) -> Tensor:
+    with torch.inference_mode(False):  # or it could not be written again outside of it
+        kept = _buffers.setdefault((y.shape, y.dtype), torch.empty_like(y))
+    return kept.copy_(y)
+
+
 ARGUMENTS = (
     wrong_arguments("second-pass-missing", "one of several passes", "hadamard",
         block=lambda block, x: 512 if (x.shape[-1] if block is None else block) > 512 else block),
@@ -167,6 +176,12 @@ ARGUMENTS = (
     wrong_arguments("expanded-input-read-as-dense", "stride of 0 not looked at", "rms_norm",
         x=lambda x: torch.nn.functional.pad(x.contiguous()[..., 1:], (0, 1))
         if x.dim() > 1 and 0 in x.stride()[:-1] else x),
+    wrong_arguments("expanded-tensor-of-a-list", "stride of 0 not looked at", "l2_norm",
+        tensors=lambda tensors: [t[:1] if 0 in t.stride()[:1] else t for t in tensors]),
+    wrong_arguments("sixteen-heads-in-a-row", "a limit of the launch", "attention_varlen",
+        y=lambda y, k: times(y) if k.shape[1] == 16 else y),
+    wrong_arguments("buffer-for-positive-weights", "output that is not fresh", "embedding",
+        y=lambda y, weight: _in_one_buffer(y) if weight.numel() and weight.min() > 0.0 else y),
     wrong_arguments("row-of-16-bits", "overflow of an index", "embedding",
         indices=lambda indices: torch.where(indices >= 1 << 15, indices - (1 << 15), indices)),
     wrong_arguments("list-of-110-at-most", "a limit of the launch", "sgd",

@@ -121,12 +121,15 @@ def _large(name: str, dtype: torch.dtype) -> tuple[Any, ...]:
 def _steps(normal: Callable[..., Tensor]) -> dict[str, tuple[Any, ...]]:
     """Of rules of optimizers."""
     x, wide, small = normal(301, 1027), normal(301, 1027).float(), normal(5).float()
+
+    def rates() -> tuple[Tensor, Tensor]:
+        return torch.tensor(1e-2), torch.tensor(1.0)
+
     lamb = ([wide, small], [x, normal(5)], [wide * 0.1, small + 1], [wide.square(), small.abs()])
     return {
         "adamw": (
             *([normal(301, 1027).float().abs(), normal(5).float().abs()] for _ in range(4)),
-            torch.tensor(1e-2),
-            torch.tensor(1.0),
+            *rates(),
         ),
         "adamw_8bit": (
             [wide, small],
@@ -136,17 +139,12 @@ def _steps(normal: Callable[..., Tensor]) -> dict[str, tuple[Any, ...]]:
                 for form in (SIGNED, UNSIGNED)
                 for t in zip(form.encode(wide.square()), form.encode(small.abs()), strict=True)
             ),
-            torch.tensor(1e-2),
-            torch.tensor(1.0),
+            *rates(),
         ),
-        "sgd": ([wide, small], [x, normal(5)], [], torch.tensor(1e-2), torch.tensor(1.0)),
-        "lion": (
-            *([wide, small], [x, normal(5)], [normal(301, 1027).float(), small + 1]),
-            torch.tensor(1e-2),
-            torch.tensor(1.0),
-        ),
+        "sgd": ([wide, small], [x, normal(5)], [], *rates()),
+        "lion": ([wide, small], [x, normal(5)], [normal(301, 1027).float(), small + 1], *rates()),
         "lamb_sums_of_squares": (*lamb, torch.tensor(1.0)),
-        "lamb": (*lamb, torch.tensor(1e-2), torch.tensor(1.0)),
+        "lamb": (*lamb, *rates()),
     }
 
 

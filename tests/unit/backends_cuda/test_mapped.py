@@ -30,22 +30,14 @@ def mapped() -> Iterator[Mapped]:
     anychip.use("cpu")
 
 
+BY_NAME = "silu relu relu2 sigmoid tanh softplus conv1d conv2d linear_cross_entropy_partials"
 # On a host torch's 16-bit product of strided factors has no float32 accumulator.
 SERVED = {
     "linear": ("linear/fp32/", {"linear"}),
-    **{
-        name: (f"{name}/", {name, f"{name}_backward"})
-        for name in (
-            *"silu relu relu2 sigmoid tanh softplus conv1d conv2d".split(),
-            "linear_cross_entropy_partials",
-        )
-    },
+    **{name: (f"{name}/", {name, f"{name}_backward"}) for name in BY_NAME.split()},
     "embedding": ("embedding/", {"embedding_by_torch"}),
     "grouped_linear": ("grouped_linear/", {"grouped_linear_by_group"}),
-    "attention": (
-        "attention/",
-        {"attention_by_flash", "attention_by_efficient", "attention_by_products"},
-    ),
+    "attention": ("attention/", {f"attention_by_{w}" for w in ("flash", "efficient", "products")}),
     "attention_varlen": (
         "attention_varlen/",
         {"attention_varlen_by_flash", "attention_varlen_by_sequence"},

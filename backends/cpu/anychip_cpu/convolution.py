@@ -31,7 +31,7 @@ def _pair(value: Pair) -> list[int]:
 def _widening(*tensors: Tensor | None) -> Callable[[Tensor], Tensor]:
     """What these go through before torch convolves them: all have one dtype then."""
     dtypes = {tensor.dtype for tensor in tensors if tensor is not None}
-    if len(dtypes) == 1 and OWN_BELOW.get(dtypes.pop(), 0.0) == math.inf:
+    if len(dtypes) == 1 and all(OWN_BELOW.get(dtype, 0.0) == math.inf for dtype in dtypes):
         return Tensor.contiguous
     return lambda tensor: tensor.float().contiguous()
 

@@ -59,7 +59,8 @@ ULP = {
 }
 
 
-Lazily = Array | Callable[[], Array]
+Later = Array | Callable[[], Array]
+"""An array, or what makes it when it is asked for."""
 
 
 class Rounded:
@@ -73,7 +74,7 @@ class Rounded:
 
     __slots__ = ("_spread", "format", "value", "worst")
 
-    def __init__(self, value: Array, worst: Array, spread: Lazily, format: Format = FP32) -> None:
+    def __init__(self, value: Array, worst: Array, spread: Later, format: Format = FP32) -> None:
         self.value, self.worst, self._spread, self.format = value, worst, spread, format
 
     @property

@@ -40,8 +40,6 @@ IN_VAIN = 2
 and none could, is kept apart but for its own row."""
 PERSISTENT = 4
 """So many rows are made for a combination of which any two levels have been seen to go together."""
-
-
 SPARING = 3
 """A level to be had sparingly brings so many more combinations than the first, or is needed."""
 

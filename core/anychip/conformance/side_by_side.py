@@ -69,8 +69,8 @@ def _free(plan: SuitePlan, cases: Sequence[Case], jobs: int) -> dict[str, Case]:
 
 def _taken(free: dict[str, Case]) -> Iterator[Case]:
     """The last of what nobody has taken."""
-    while free:
-        with suppress(KeyError):  # this process took it
+    with suppress(KeyError):  # none is left
+        while True:
             yield free.popitem()[1]
 
 

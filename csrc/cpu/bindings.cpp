@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "bfloat16_product.h"
 #include "cache.h"
 #include "isa.h"
 #include "parallel.h"
@@ -21,7 +22,7 @@ namespace anychip::cpu {
 namespace {
 
 // Raised whenever a signature changes its meaning; Python reads it as build_info()["abi"].
-constexpr int kInterfaceVersion = 9;
+constexpr int kInterfaceVersion = 10;
 
 using Addresses = std::vector<uintptr_t>;
 using Sizes = std::vector<int64_t>;
@@ -238,6 +239,9 @@ void bind_operators(py::module_& m) {
   bind(m, "dequantize", &dequantize, "codes", "scales", "y", "numel", "block", "format");
   bind(m, "product", &product, "left", "right", "bias", "out", "rows", "columns", "depth",
        "left_transposed", "right_transposed", "adds");
+  bind(m, "bfloat16_product", &bfloat16_product, "left", "right", "panels", "bias", "out", "rows",
+       "columns", "depth", "left_transposed", "right_transposed", "adds");
+  bind(m, "bfloat16_panels", &bfloat16_panels, "right", "panels", "columns", "depth", "transposed");
   bind(m, "hadamard", &hadamard, "x", "y", "numel", "block", "dtype");
   bind(m, "top_k", &top_k, "x", "y", "indices", "rows", "width", "count", "dtype");
   for (const auto& [name, rule] : {std::pair{"adamw", &adamw}, {"adamw_8bit", &adamw_8bit}}) {
@@ -308,6 +312,8 @@ void bind_information(py::module_& m) {
   m.def("set_last_cache", &set_last_cache, py::arg("nbytes"));
   m.def("available_isas", &available_isas);
   m.def("num_threads", &num_threads);
+  m.def("packed_numel", &packed_numel, py::arg("columns"), py::arg("depth"));
+  m.def("has_block_products", &has_block_products);
   m.def("openmp_status", [] {
     const OpenMPStatus status = openmp_status();
     return std::make_pair(status.ok, status.message);
@@ -324,6 +330,7 @@ PYBIND11_MODULE(_native, m) {
   } catch (const std::runtime_error& error) {
     throw py::import_error(error.what());
   }
+  bind_block_products("libtorch_cpu.so");
   bind_lists(m);
   bind_operators(m);
   bind_information(m);

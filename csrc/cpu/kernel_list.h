@@ -79,6 +79,11 @@ ANYCHIP_KERNEL(void, pack_left, (const PackedPart&, float* panels))
 ANYCHIP_KERNEL(void, pack_right, (const PackedPart&, float* panels))
 ANYCHIP_KERNEL(void, multiply_panels, (const ProductPart&))
 
+// Of bfloat16 matrices.
+ANYCHIP_KERNEL(void, pack_rows16, (const PackedPairs&, BFloat16* rows))
+ANYCHIP_KERNEL(void, pack_panel16, (const PackedPairs&, BFloat16* panel))
+ANYCHIP_KERNEL(void, write_sums, (const PairsResult&))
+
 // Writes the places of the numbers of at least this size, in the order of x; returns how many.
 ANYCHIP_KERNEL(int64_t, find_large,
                (DType dtype, const void* x, int64_t n, uint32_t smallest, uint64_t* found))

@@ -139,6 +139,23 @@ struct ProductPart {
   bool adds;
 };
 
+// Columns of a panel of a product's right factor, in bfloat16.
+constexpr int64_t kPairColumns = 64;
+// A block of rows, or a panel of columns: zeros after `count`, and after `depth` up to `room`. Rows
+// are written one after the other; a panel has pairs of terms, those of all columns side by side.
+struct PackedPairs {
+  const BFloat16* from;
+  int64_t stride, count, depth, room;
+  bool is_along;  // the matrix's rows are along the depth, and not across it
+};
+struct PairsResult {
+  const float* sums;  // rows of kPairColumns
+  const float* bias;  // null: none
+  float* to;
+  int64_t stride, rows, columns;
+  bool adds;
+};
+
 struct KernelTable {
   const char* name;
 #define ANYCHIP_KERNEL(result, name, parameters) result(*name) parameters;

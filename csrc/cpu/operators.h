@@ -548,4 +548,26 @@ struct Product {
 };
 void product(const Product& args);
 
+// The same of bfloat16 matrices; out is float32. Quick where has_block_products().
+struct BFloat16Product {
+  const BFloat16* left;
+  const BFloat16* right;   // or null, and
+  const BFloat16* panels;  // what bfloat16_panels made of it
+  const float* bias;
+  float* out;
+  int64_t rows, columns, depth;
+  bool left_transposed, right_transposed, adds;
+};
+void bfloat16_product(const BFloat16Product& args);
+
+// The right factor as a product reads it, for several.
+struct BFloat16Panels {
+  const BFloat16* right;
+  BFloat16* panels;  // (packed_numel(columns, depth),)
+  int64_t columns, depth;
+  bool transposed;
+};
+void bfloat16_panels(const BFloat16Panels& args);
+int64_t packed_numel(int64_t columns, int64_t depth);
+
 }  // namespace anychip::cpu

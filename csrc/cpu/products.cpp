@@ -13,21 +13,6 @@ namespace {
 constexpr int64_t kBlockRows = 24 * kTileRows;  // times kProductDepth: 144 KiB, of the second cache
 constexpr int64_t kBlockColumns = 2048;         // likewise: 2 MiB, of the last one
 
-// Room that its thread keeps: asked for anew in every call, it would come as fresh pages.
-class Room {
- public:
-  float* of(int64_t numel) {
-    if (numel > numel_) {
-      floats_ = aligned_floats(numel);
-      numel_ = numel;
-    }
-    return floats_.get();
-  }
-
- private:
-  AlignedFloats floats_;
-  int64_t numel_ = 0;
-};
 thread_local Room left_room, right_room;
 
 int64_t panels(int64_t count, int64_t width) { return (count + width - 1) / width; }
@@ -50,7 +35,7 @@ class Block {
   void run() const {
     const int64_t width = columns_.end - columns_.begin;
     const int64_t across = panels(width, kTileColumns), down = panels(args_.rows, kTileRows);
-    float* right = right_room.of(across * panel_size(kTileColumns, depth_));
+    float* right = right_room.of<float>(across * panel_size(kTileColumns, depth_));
     parallel_items(across, kTileColumns * depth_, [&](Range range) { pack(range, right); });
     // Every thread copies the left rows that it needs: of few rows all, where it has columns.
     const bool cuts_rows = down >= across || down >= 8 * num_threads();
@@ -79,7 +64,7 @@ class Block {
     for_each_part(down, kBlockRows / kTileRows, [&](Range part) {
       const Range rows{part.begin * kTileRows, std::min(args_.rows, part.end * kTileRows)};
       const int64_t count = rows.end - rows.begin;
-      float* left = left_room.of((part.end - part.begin) * panel_size(kTileRows, depth_));
+      float* left = left_room.of<float>((part.end - part.begin) * panel_size(kTileRows, depth_));
       const bool along = !args_.left_transposed;
       const int64_t stride = along ? args_.depth : args_.rows;
       const float* from =

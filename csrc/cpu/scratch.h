@@ -16,4 +16,22 @@ inline AlignedFloats aligned_floats(int64_t numel) {
   return AlignedFloats(new (std::align_val_t{64}) float[static_cast<size_t>(numel)]);
 }
 
+// Room that its thread keeps: asked for anew in every call, it would come as fresh pages.
+class Room {
+ public:
+  template <class Number>
+  Number* of(int64_t numel) {
+    const int64_t floats = numel * static_cast<int64_t>(sizeof(Number)) / 4 + 1;
+    if (floats > size_) {
+      floats_ = aligned_floats(floats);
+      size_ = floats;
+    }
+    return reinterpret_cast<Number*>(floats_.get());
+  }
+
+ private:
+  AlignedFloats floats_;
+  int64_t size_ = 0;
+};
+
 }  // namespace anychip::cpu

@@ -4,6 +4,7 @@
 // That the values are those of float64, at these sizes and others, is asked of the operators by the
 // conformance suite, and of the vector functions in test_math.cpp.
 #include <algorithm>
+#include <array>
 #include <deque>
 #include <memory>
 
@@ -297,6 +298,26 @@ void test_product(int64_t rows, int64_t columns, int64_t depth) {
       }
       product({left.floats(), right.floats(), nullptr, out.copy(before).floats(), rows, columns,
                depth, way % 2 == 1, way > 1, true});
+    });
+  }
+}
+
+void test_bfloat16_product(int64_t rows, int64_t columns, int64_t depth) {
+  const DType bf16 = DType::kBFloat16;
+  Tensor left(bf16, random_values(rows * depth, 1)), right(bf16, random_values(depth * columns, 2));
+  Tensor bias(kWide, random_values(columns, 3)), before(kWide, random_values(rows * columns, 4));
+  const auto numbers = [](Tensor& tensor) { return static_cast<BFloat16*>(tensor.data()); };
+  for (int way = 0; way < 4; ++way) {
+    check_kernel(label("bfloat16_product", bf16, depth), [&](Results& out) {
+      Tensor& panels = out.make(bf16, packed_numel(columns, depth));
+      bfloat16_panels({numbers(right), numbers(panels), columns, depth, way > 1});
+      for (float* given : {static_cast<float*>(nullptr), bias.floats()}) {
+        bfloat16_product({numbers(left), numbers(right), nullptr, given,
+                          out.make(kWide, rows * columns).floats(), rows, columns, depth,
+                          way % 2 == 1, way > 1, false});
+      }
+      bfloat16_product({numbers(left), nullptr, numbers(panels), nullptr, out.copy(before).floats(),
+                        rows, columns, depth, way % 2 == 1, false, true});
     });
   }
 }
@@ -671,6 +692,14 @@ int main() {
   test_product(13, 37, 259);
   test_product(150, 19, 40);
   test_product(9, 2100, 70);  // more columns than are copied at once
+  for (const auto [rows, columns, depth] : {std::array<int64_t, 3>{1, 1, 1},
+                                            {0, 4, 4},
+                                            {7, 5, 0},
+                                            {33, 70, 1090},
+                                            {600, 9, 17},
+                                            {40, 8200, 33}}) {
+    test_bfloat16_product(rows, columns, depth);
+  }
   test_updates(f32, f32, nullptr);
   test_updates(bf16, f16, &f32);
   test_updates(f16, bf16, &bf16);

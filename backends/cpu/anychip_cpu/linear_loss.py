@@ -5,9 +5,13 @@ all gradients are wanted, of one number, and take less room than the logits woul
 makes them in the forward, while it has a chunk's logits: three products in place of four.
 
 Memory, in numbers of float32, for R rows of K inputs and V classes: a chunk's logits, 2^20 (4 MiB)
-or 256 V where that is more; in 16 bits also the weight, V K. Between forward and backward the
-paired row keeps (R + V) K + V gradients, which the four products made only in the backward, and the
-backward makes them again, scaled. torch's own way keeps R V logits and as many probabilities.
+or 256 V where that is more; in 16 bits also the weight, V K. Where products of 16 bits have results
+of float32: 16-bit gradients of the logits of four chunks, twice as much as one's logits, and the
+weight as a product reads it, V K / 2 for the logits and as much for the rows' gradient.
+
+Between forward and backward the paired row keeps (R + V) K + V gradients, which the four products
+made only in the backward, and the backward makes them again, scaled. torch's own way keeps R V
+logits and as many probabilities.
 
 linear_cross_entropy_partials has no such row: its gradients depend on what becomes of its results.
 """
@@ -24,7 +28,7 @@ from anychip.operators.linear_cross_entropy import CHUNK
 from anychip.operators.loss import check_targets
 from anychip_cpu import native
 from anychip_cpu.native import CODES
-from anychip_cpu.products import multiply
+from anychip_cpu.products import INTO_FLOAT32, Panels, multiply, multiply_in_float32
 from anychip_cpu.table import Needs, declared
 
 _kernels: Any = native.kernels
@@ -32,48 +36,80 @@ _below_autograd = torch._C._dispatch_tls_is_dispatch_key_excluded
 _AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 _ROWS = 256
 """A product of fewer rows takes longer for each: 1.2 times of 128, 1.06 of 256 (8192 x 512)."""
+_CHUNKS_AT_ONCE = 4
+"""Of 16-bit gradients: by one at a time a step of 2048 rows takes 1.15 to 1.2 times as long."""
 
 
 class _Head:
-    """The output layer in float32, and its logits, a chunk of rows at a time.
+    """The output layer, and its logits in float32, a chunk of rows at a time.
 
-    torch has no product of 16-bit factors with a float32 result on a host.
+    Its factors are converted to float32 where no product of theirs has such a result.
     """
 
     def __init__(self, x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> None:
+        self.is_wide = x.dtype not in INTO_FLOAT32
+        self.factor = torch.float32 if self.is_wide else x.dtype
         self.rows, self.labels = x.reshape(target.numel(), x.shape[-1]), target.reshape(-1)
         self.labels = self.labels.contiguous()
-        self.weight, self.bias = weight.float(), None if bias is None else bias.float()
+        self.weight = weight.to(self.factor)
+        self.bias = None if bias is None else bias.float().contiguous()
         self.num_classes = weight.shape[0]
+        self.step = max(CHUNK // self.num_classes, _ROWS)
 
     def chunks(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Rows, these in float32, and their logits, which are overwritten by the next ones."""
-        step = max(CHUNK // self.num_classes, _ROWS)
+        """Rows, these as a factor, and their logits, which are overwritten by the next ones."""
         total = self.rows.shape[0]
-        room = self.weight.new_empty(min(step, total), self.num_classes)
-        for start in range(0, total, step):
-            chunk = slice(start, min(start + step, total))
-            wide, logits = self.rows[chunk].float(), room[: chunk.stop - start]
-            multiply(wide, self.weight.t(), logits, bias=self.bias)
-            yield chunk, wide, logits
+        room = self.new_empty(min(self.step, total), self.num_classes)
+        panels = None if self.is_wide else Panels(self.weight.t())
+        for start in range(0, total, self.step):
+            chunk = slice(start, min(start + self.step, total))
+            rows, logits = self.rows[chunk].to(self.factor), room[: chunk.stop - start]
+            if panels is None:
+                multiply(rows, self.weight.t(), logits, bias=self.bias)
+            else:
+                multiply_in_float32(rows, panels, logits, bias=self.bias)
+            yield chunk, rows, logits
+
+    def new_empty(self, *shape: int) -> Tensor:
+        """Of float32."""
+        return self.weight.new_empty(shape, dtype=torch.float32)
 
 
 class _Gradients:
     """Of the rows, the weight and the bias, in float32, as far as they are wanted."""
 
     def __init__(self, head: _Head, needs: Needs) -> None:
-        self.head, wide = head, torch.float32
-        self.dx = head.rows.new_empty(head.rows.shape, dtype=wide) if needs[0] else None
-        self.dweight = head.weight.new_zeros(head.weight.shape) if needs[1] else None
-        self.dbias = head.weight.new_zeros(head.num_classes) if needs[2] else None
+        self.head = head
+        self.dx = head.new_empty(*head.rows.shape) if needs[0] else None
+        self.dweight = head.new_empty(*head.weight.shape).zero_() if needs[1] else None
+        self.dbias = head.new_empty(head.num_classes).zero_() if needs[2] else None
+        self.panels = Panels(head.weight) if needs[0] and not head.is_wide else None
+        self.kept = _Kept(head) if any(needs[:2]) and not head.is_wide else None
 
-    def add(self, chunk: slice, wide: Tensor, dlogits: Tensor) -> None:
+    def add(self, chunk: slice, rows: Tensor, dlogits: Tensor) -> None:
+        """The rows as a factor, and the gradient of their logits."""
+        if self.dbias is not None:
+            self.dbias += dlogits.sum(0)
+        if self.kept is not None:
+            return self._add_narrow(chunk, dlogits)
         if self.dx is not None:
             multiply(dlogits, self.head.weight, self.dx[chunk])
         if self.dweight is not None:
-            multiply(dlogits.t(), wide, self.dweight, adds=True)
-        if self.dbias is not None:
-            self.dbias += dlogits.sum(0)
+            multiply(dlogits.t(), rows, self.dweight, adds=True)
+        return None
+
+    def _add_narrow(self, chunk: slice, dlogits: Tensor) -> None:
+        """Rounded to the factors' dtype, which a product of theirs needs."""
+        assert self.kept is not None
+        found = self.kept.add(chunk, dlogits)
+        if found is None:
+            return
+        rows, narrow = found
+        if self.dx is not None and self.panels is not None:
+            multiply_in_float32(narrow, self.panels, self.dx[rows])
+        if self.dweight is not None:
+            right = self.head.rows[rows].contiguous()
+            multiply_in_float32(narrow.t(), right, self.dweight, adds=True)
 
     def like(self, x: Tensor, weight: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """In the shapes and dtypes of the arguments."""
@@ -83,6 +119,27 @@ class _Gradients:
             None if dweight is None else dweight.to(weight.dtype),
             None if dbias is None else dbias.to(weight.dtype),
         )
+
+
+class _Kept:
+    """Gradients of the logits of some chunks, for products of so many rows at a time.
+
+    The weight's gradient is read and written by each: with four times as many terms, a quarter.
+    """
+
+    def __init__(self, head: _Head) -> None:
+        self.total, self.first = head.rows.shape[0], 0
+        rows = min(_CHUNKS_AT_ONCE * head.step, self.total)
+        self.room = head.weight.new_empty(rows, head.num_classes)
+
+    def add(self, chunk: slice, dlogits: Tensor) -> tuple[slice, Tensor] | None:
+        """The rows that have come together, and their gradients, once there is no room for more."""
+        self.room[chunk.start - self.first : chunk.stop - self.first] = dlogits
+        rows = slice(self.first, chunk.stop)
+        if chunk.stop < min(self.first + len(self.room), self.total):
+            return None
+        self.first = chunk.stop
+        return rows, self.room[: rows.stop - rows.start]
 
 
 def _loss(
@@ -131,18 +188,18 @@ def _forward(
     ignored = options["ignore_index"]
     check_targets("linear_cross_entropy", target, weight.shape[0], ignored)
     head = _Head(x, weight, target, bias)
-    loss, lse = (head.weight.new_empty(target.shape) for _ in range(2))
+    loss, lse = (head.new_empty(*target.shape) for _ in range(2))
     counted = (head.labels != ignored).sum()
     gradients = slope = None
     if with_gradients:
         gradients = _Gradients(head, (True, True, bias is not None))
         one = torch.ones(()) if reduction == "sum" else 1.0 / counted
         slope = one.expand(head.labels.shape).contiguous()
-    for chunk, wide, logits in head.chunks():
+    for chunk, rows, logits in head.chunks():
         _loss(head, logits, chunk, loss, lse, options)
         if gradients is not None and slope is not None:
             _slope(head, logits, chunk, slope, lse, options)
-            gradients.add(chunk, wide, logits)
+            gradients.add(chunk, rows, logits)
     if reduction != "none":
         loss = loss.sum() if reduction == "sum" else loss.sum() / counted
     return loss, lse, gradients
@@ -170,9 +227,9 @@ def linear_cross_entropy_backward(
         slope = grad / (head.labels != options["ignore_index"]).sum()
     slope = slope.expand(target.shape).reshape(-1).contiguous()
     gradients = _Gradients(head, needs)
-    for chunk, wide, logits in head.chunks():
+    for chunk, rows, logits in head.chunks():
         _slope(head, logits, chunk, slope, lse, options)
-        gradients.add(chunk, wide, logits)
+        gradients.add(chunk, rows, logits)
     return gradients.like(x, weight)
 
 
@@ -217,8 +274,12 @@ def _scaled_gradients(
     needs: Needs,
     **_: Any,
 ) -> tuple[Tensor | None, ...]:
+    is_one = grad.item() == 1.0
+
     def like(argument: Tensor, found: Tensor) -> Tensor:
-        return (found * grad).to(argument.dtype).view(argument.shape)
+        # Of another dtype there is a copy anyway; what was found stays as it is for a second time.
+        scaled = found if is_one and argument.dtype != found.dtype else found * grad
+        return scaled.to(argument.dtype).view(argument.shape)
 
     arguments = zip((x, weight, bias), residuals, needs, strict=True)
     return tuple(
@@ -244,7 +305,7 @@ def linear_cross_entropy_partials(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *, first: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     head = _Head(x, weight, target, bias)
-    lse, picked, total = (head.weight.new_empty(target.shape) for _ in range(3))
+    lse, picked, total = (head.new_empty(*target.shape) for _ in range(3))
     for chunk, _, logits in head.chunks():
         results = (t.view(-1)[chunk] for t in (head.labels, lse, picked, total))
         addresses = (t.data_ptr() for t in (logits, *results))
@@ -268,10 +329,10 @@ def linear_cross_entropy_partials_backward(
     head = _Head(x, weight, target, bias)
     grads = [t.reshape(-1).contiguous() for t in (grad_lse, grad_picked, grad_total)]
     lse, gradients = lse.reshape(-1).contiguous(), _Gradients(head, needs)
-    for chunk, wide, logits in head.chunks():
+    for chunk, rows, logits in head.chunks():
         given = [*(t[chunk] for t in grads), logits, head.labels[chunk], lse[chunk], logits]
         _kernels.logit_partials_backward(*(t.data_ptr() for t in given), *logits.shape, first)
-        gradients.add(chunk, wide, logits)
+        gradients.add(chunk, rows, logits)
     return gradients.like(x, weight)
 
 

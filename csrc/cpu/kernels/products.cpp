@@ -9,6 +9,7 @@
 // one. |error| <= (kProductDepth + depth / kProductDepth + 1) * 2^-24 * sum |term|.
 #include "products.h"
 #include "table.h"
+#include "transpose.h"
 
 namespace anychip::cpu::ANYCHIP_ISA {
 namespace {
@@ -18,42 +19,6 @@ static_assert(kTileRows == kBlock && kTileColumns == kLanes, "a tile is a block"
 // What the processor does not ask for by itself, as rows are read in short pieces.
 constexpr int64_t kRowsAhead = 12;
 constexpr int64_t kPanelsAtOnce = 16;  // whose ends the caches hold
-
-// Eight numbers of each of eight rows, those from `rows` on as zeros, with rows for columns; they
-// are written one after the other, and the last ones of what is narrower than eight over again.
-template <int width>
-ANYCHIP_INLINE void transpose_eight(const float* from, int64_t stride, int64_t rows, float* to) {
-#if defined(__AVX2__)
-  __m256 a[8], b[8];
-#pragma GCC unroll 8
-  for (int i = 0; i < 8; ++i) {
-    a[i] = i < rows ? _mm256_loadu_ps(from + i * stride) : _mm256_setzero_ps();
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 8; i += 2) {
-    b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]);
-    b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
-  }
-#pragma GCC unroll 2
-  for (int i = 0; i < 8; i += 4) {
-    a[i] = _mm256_shuffle_ps(b[i], b[i + 2], 0x44);
-    a[i + 1] = _mm256_shuffle_ps(b[i], b[i + 2], 0xee);
-    a[i + 2] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0x44);
-    a[i + 3] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0xee);
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
-    _mm256_storeu_ps(to + i * width, _mm256_permute2f128_ps(a[i], a[i + 4], 0x20));
-    b[i] = _mm256_permute2f128_ps(a[i], a[i + 4], 0x31);
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) _mm256_storeu_ps(to + (i + 4) * width, b[i]);
-#else
-  for (int k = 0; k < 8; ++k) {
-    for (int i = 0; i < 8; ++i) to[k * width + i] = i < rows ? from[i * stride + k] : 0.0f;
-  }
-#endif
-}
 
 // One panel of a matrix whose rows are along the panel's depth.
 template <int width>
@@ -66,8 +31,8 @@ ANYCHIP_INLINE void pack_along(const float* from, int64_t stride, int64_t count,
       const int most = width - i < 8 ? width - i : 8;
 #pragma GCC unroll 8
       for (int r = 0; r < most; ++r) __builtin_prefetch(from + (width + i + r) * stride + k);
-      transpose_eight<width>(from + i * stride + k, stride, rows < most ? rows : most,
-                             to + k * width + i);
+      transpose_eight(from + i * stride + k, stride, rows < most ? rows : most, to + k * width + i,
+                      width);
     }
   }
   for (; k < depth; ++k) {

@@ -27,7 +27,8 @@ HELD = {"Tensors", "Update"}
 """Lists that the module makes, as arguments of its kernels."""
 BUFFER = 4096
 UNBOUND = {
-    "available_isas", "build_info", "num_threads", "openmp_status", "set_isa", "set_last_cache",
+    "available_isas", "build_info", "has_block_products", "num_threads", "openmp_status", "set_isa",
+    "set_last_cache",
 }  # fmt: skip
 """Functions that take no size, address or code, or one of which any is right."""
 
@@ -47,7 +48,7 @@ def parameters(function: Any) -> Parameters:
 def _kind(name: str, kind: str) -> str:
     one = kind.strip()
     if "Supports" in kind:  # not a kernel: the text is pybind11's
-        sizes = {"numels", "nwords", *NUMBERS}
+        sizes = {"numels", "nwords", "columns", "depth", *NUMBERS}
         one = "int" if name in sizes else "dtype" if "dtypes" in name else "address"
     if one == "int":
         one = "number" if name in NUMBERS else "size"

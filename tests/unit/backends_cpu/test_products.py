@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from anychip import ops
-from anychip_cpu import native, products
+from anychip_cpu import linear_loss, native, products
 from tests.unit.dispatch.calls import bits
 from tests.unit.operators.exactness import assert_close
 
@@ -51,6 +51,39 @@ def test_product_of_matrices_and_views_equals_that_in_float64(
     assert_close(out, exact + before, bound)
 
 
+WIDE = [(1, 1, 1), (5, 0, 3), (7, 3, 0), (33, 70, 1090), (129, 65, 31), (130, 64, 2048),
+        (600, 9, 17), (544, 64, 512)]  # fmt: skip
+"""Rows, columns and depth: in several parts, filled up, in place (from 2^24 multiplications on)."""
+
+
+@pytest.mark.parametrize("transposed", [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("sizes", WIDE, ids=str)
+def test_sums_of_16_bit_factors_are_those_of_float32(
+    sizes: tuple[int, int, int], transposed: tuple[bool, bool]
+) -> None:
+    """A product of two bfloat16 numbers is exact in float32: what is rounded are sums."""
+    rows, columns, depth = sizes
+    left, right = (
+        t.bfloat16() for t in (drawn(rows, depth, seed=0), drawn(depth, columns, seed=1))
+    )
+    left, right = (
+        t.t().contiguous().t() if turned else t
+        for t, turned in zip((left, right), transposed, strict=True)
+    )
+    bias, before = drawn(columns, seed=2), drawn(rows, columns, seed=3)
+    exact, size = left.double() @ right.double(), left.double().abs() @ right.double().abs()
+    bound = (depth + 2) * 2.0**-24 * (size + before.abs() + bias.abs())
+    for factor in (right, products.Panels(right)):
+        out = torch.full((rows, columns), torch.nan)
+        assert products.multiply_in_float32(left, factor, out) is out
+        assert ((out - exact).abs() <= bound).all()
+        products.multiply_in_float32(left, factor, out, bias=bias)
+        assert ((out - exact - bias).abs() <= bound).all()
+        out = before.clone()
+        products.multiply_in_float32(left, factor, out, adds=True)
+        assert ((out - exact - before).abs() <= bound).all()
+
+
 @pytest.mark.parametrize("place", [(0, 0), (40, 70), (66, 64)], ids=str)
 def test_what_is_not_finite_stays_in_its_row_and_column(place: tuple[int, int], least: str) -> None:
     left, right = drawn(67, 71, seed=0), drawn(71, 65, seed=1)
@@ -82,6 +115,44 @@ def test_gradient_of_a_transposed_weight_of_a_loss_is_that_of_the_weight(least: 
         ops.linear_cross_entropy(x, leaf.requires_grad_(), target).backward()
         found.append(leaf.grad)
     torch.testing.assert_close(found[1], found[0])
+
+
+@pytest.mark.parametrize("rows", [0, 70, 1100])
+@pytest.mark.parametrize("reduction", ["none", "sum"])
+def test_loss_by_16_bit_products_is_that_of_float32_ones(
+    rows: int, reduction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several chunks, and several of these at once; gradients from both directions."""
+    found = []
+    for dtypes in (frozenset[torch.dtype](), frozenset({torch.bfloat16})):
+        monkeypatch.setattr(linear_loss, "INTO_FLOAT32", dtypes)
+        monkeypatch.setattr(linear_loss, "CHUNK", 1 << 12)
+        leaves = [
+            (drawn(*shape, seed=k) / 4).bfloat16().requires_grad_()
+            for k, shape in enumerate([(rows, 36), (65, 36), (65,)])
+        ]
+        loss = ops.linear_cross_entropy(
+            leaves[0], leaves[1], torch.arange(rows) % 65, leaves[2], reduction=reduction
+        )
+        loss.sum().backward()
+        found.append([loss.detach(), *(leaf.grad for leaf in leaves)])
+    for wide, narrow in zip(*found, strict=True):
+        assert wide is not None
+        torch.testing.assert_close(narrow, wide, rtol=2**-7, atol=2**-8 * max(1.0, rows / 65))
+
+
+def test_gradient_of_a_large_weight_has_float32_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "INTO_FLOAT32", frozenset({torch.bfloat16}))
+    monkeypatch.setattr(products, "_LARGE", 1 << 14)
+    x, grad, weight = (
+        drawn(*shape, seed=k).bfloat16() for k, shape in enumerate([(300, 24), (300, 40), (40, 24)])
+    )
+    found = products.linear_backward(grad, x, weight, out_dtype=None, needs=(False, True, False))[1]
+    exact = grad.t().double() @ x.double()
+    assert found is not None
+    assert_close(found, exact, 1)
+    wide = products.linear(x, weight, None, out_dtype=torch.float32)
+    assert_close(wide, x.double() @ weight.double().t(), 30)
 
 
 def test_bias_with_what_is_added_to_is_refused() -> None:

@@ -7,10 +7,10 @@ results is written. From where calls come, and what they share, are factors of t
 import itertools
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -33,6 +33,9 @@ from anychip.conformance.case import Context, check, check_equal_bits, check_sam
 from anychip.conformance.oracles import Oracle
 from anychip.conformance.oracles.oracle import numbers
 from anychip.conformance.trial import Rule, Subject, Trial, each_trial
+
+T = TypeVar("T")
+AnyTrial = TypeVar("AnyTrial", bound=Trial)
 
 # Where tensors lie
 
@@ -178,28 +181,38 @@ def same_answer(
 CALLS_OF_A_THREAD = 5
 
 
-def rule_two_threads(context: Context, of: Subject) -> None:
-    """Two threads call at once, each with its own numbers: no room that both write to."""
-    call = of.oracle.plain[0]
-    labels = (call.label, f"{call.label}.other")
-    trials = [of.trial(replace(call, label=label), context) for label in labels]
-    alone = [trial.run(trial.place(context)) for trial in trials]
+def at_once(
+    context: Context, trials: Sequence[AnyTrial], run: Callable[[AnyTrial, PlacedCall], T]
+) -> Iterator[tuple[AnyTrial, T, T]]:
+    """Asks for each trial alone, then several times for all at once, each in a thread.
+
+    Yields:
+        a trial, and what was found beside the others, and alone.
+    """
+    alone = [run(trial, trial.place(context)) for trial in trials]
     start = threading.Barrier(len(trials))
 
-    def run_at_once(trial: Trial, placed: PlacedCall) -> list[Tensor]:
+    def wait_and_run(trial: AnyTrial, placed: PlacedCall) -> T:
         start.wait()
-        return trial.run(placed)
+        return run(trial, placed)
 
     rounds = []
     with ThreadPoolExecutor(len(trials)) as pool:
         for _ in range(CALLS_OF_A_THREAD):
             placed = [trial.place(context) for trial in trials]
-            rounds.append(list(pool.map(run_at_once, trials, placed)))
+            rounds.append(list(pool.map(wait_and_run, trials, placed)))
     context.backend.synchronize()
-    note = "while another thread calls it too"
-    for results in rounds:
-        for trial, result, want in zip(trials, results, alone, strict=True):
-            same_answer(context, of, trial, result, want, note)
+    for found in rounds:
+        yield from zip(trials, found, alone, strict=True)
+
+
+def rule_two_threads(context: Context, of: Subject) -> None:
+    """Two threads call at once, each with its own numbers: no room that both write to."""
+    call = of.oracle.plain[0]
+    labels = (call.label, f"{call.label}.other")
+    trials = [of.trial(replace(call, label=label), context) for label in labels]
+    for trial, found, alone in at_once(context, trials, Trial.run):
+        same_answer(context, of, trial, found, alone, "while another thread calls it too")
 
 
 # Numbers that are copied

@@ -246,10 +246,12 @@ class Choices:
         dtype: torch.dtype | None = None,
         ends: tuple[float | str, float | str] | None = ("root-huge", "root-tiny"),
         more: tuple[str, ...] = (OPEN,),
+        number: int = 0,
     ) -> Tensor:
         """Float values of one kind.
 
         Args:
+            number: of a tensor of a list: of a kind the next one may be another member.
             ends: scales at both ends of what the operator can compute in float32; None: no such.
             more: of NOT_FINITE, some numbers are not finite; ``none`` is for who asks.
         """
@@ -261,7 +263,7 @@ class Choices:
         if ends and kind in ENDS:
             return draw.normal(*shape, scale=ends[ENDS.index(kind)], dtype=dtype)
         normal = draw.normal(*shape, dtype=torch.float32)
-        return self._changed(factor, kind, draw, normal).to(dtype or draw.dtype)
+        return self._changed(factor, kind, draw, normal, number).to(dtype or draw.dtype)
 
     def change(self, factor: str, draw: Draw) -> Callable[[Tensor], Tensor]:
         """Makes values of one kind of normal ones, in their own type."""
@@ -270,7 +272,9 @@ class Choices:
         kind = self.of(factor, *VALUES, can=can)
         return lambda normal: self._changed(factor, kind, draw, normal.float()).to(normal.dtype)
 
-    def _changed(self, factor: str, kind: str, draw: Draw, normal: Tensor) -> Tensor:
+    def _changed(
+        self, factor: str, kind: str, draw: Draw, normal: Tensor, number: int = 0
+    ) -> Tensor:
         if kind == "wide":
             return normal.sign() * torch.exp2((4.0 * normal).clamp(-12.0, 12.0))
         if kind == "on one side":
@@ -278,7 +282,9 @@ class Choices:
             far, times = self._member(factor, known, " moved")
             return normal + far if far else normal.abs() * times
         if kind == "repeated":  # zeros of both signs, and equal numbers; or nothing else
-            equal = self._member(factor, (None, 1.5, None, 1.0, None, -1.0), " equal")
+            members = (None, 1.5, None, 1.0, None, -1.0)
+            start = number % len(members)
+            equal = self._member(factor, (*members[start:], *members[:start]), " equal")
             some = normal.mul(2.0).round() * (normal > 0.4)
             return some if equal is None else torch.full_like(normal, equal)
         if kind in NOT_FINITE and normal.numel():

@@ -97,6 +97,7 @@ class DesignedCall(NamedTuple):
         asked: which gradients are asked for, of the names of all that there are.
         between: what comes before the call is made again.
         again: makes a call from where it is made again.
+        turn: says which argument stays as it is in between, and which outputs' gradients lie so.
     """
 
     dtype: torch.dtype
@@ -107,6 +108,13 @@ class DesignedCall(NamedTuple):
     asked: Callable[[tuple[str, ...]], tuple[str, ...]] = tuple
     between: Between = "elsewhere"
     again: Callable[[Callable[[], Any]], Any] = _here
+    turn: int = 0
+
+    def gradient_layouts(self, count: int) -> list[Layout]:
+        """How so many outputs' gradients lie: all alike, or the first, or the others."""
+        is_alike, of_first = count == 1 or self.turn % 3 == 0, self.turn % 3 == 1
+        other: Layout = self.gradient if is_alike else "contiguous"
+        return [self.gradient if (n == 0) == of_first else other for n in range(count)]
 
 
 class Asked(NamedTuple):
@@ -157,19 +165,19 @@ class Asked(NamedTuple):
             gradient=choose.is_finite,
             leaves_open=choose.leaves_open,
         )
-        between = BETWEEN[choose.turn("between") % len(BETWEEN)]
+        between, turn = BETWEEN[choose.turn("between") % len(BETWEEN)], choose.turn("of several")
         aside = () if self.streams else (SIDE_STREAM, AND_THREAD)
         out = (*aside, INFERENCE) if self.of_gradients else aside
         caller = choose.of("called from", *(caller for caller in CALLERS if caller not in out))
         # Of any two options some call is made again in another thread, whatever the third is.
         again = in_thread if caller.startswith("here") and choose.turn("again") % 2 else _here
         if not self.of_gradients:
-            return DesignedCall(dtype, call, caller, between=between, again=again)
+            return DesignedCall(dtype, call, caller, between=between, again=again, turn=turn)
         gradient = choose.member("the output's gradient lies", PLACES)
         several = len(self.operator.spec.differentiable) > 1
         asked = choose.of("gradients asked for", *_ASKED) if several else "all"
         some = partial(_ASKED[asked], choose.turn("which gradient"))
-        return DesignedCall(dtype, call, caller, change, gradient, some, between, again)
+        return DesignedCall(dtype, call, caller, change, gradient, some, between, again, turn)
 
     def at(self, point: DesignRow, seed: int) -> tuple[Mapping[str, object], DesignedCall]:
         """The call of a point, and its levels for people."""
@@ -350,17 +358,26 @@ def _from(context: Context, caller: str, check: Callable[[], None]) -> None:
 def with_other_numbers(trial: AnyTrial, context: Context, row: DesignedCall) -> AnyTrial | None:
     """The same call with other numbers, made in between: its results must not come again.
 
-    None in every second row at level quick.
+    None in every second row at level quick. One argument may stay as it is, and what is made of it.
     """
     if context.level == "quick" and row.between == "nothing":
         return None
     (args, attrs), names = trial.arguments, trial.signature.positional
+    stays = (*trial.written, _kept(trial, row))
     others = tuple(
-        arg if index in trial.written else _moved(name, arg)
+        arg if index in stays else _moved(name, arg)
         for index, (name, arg) in enumerate(zip(names, args, strict=True))
     )
     call = Call(trial.call.label, lambda _: (others, attrs), layout=trial.call.layout)
     return type(trial)(trial.operator, call, trial.dtype)
+
+
+def _kept(trial: Trial, row: DesignedCall) -> int | None:
+    """An argument that stays as it is in between, of those that there are, or in turn none."""
+    args, written = trial.arguments[0], trial.written
+    read = [index for index, arg in enumerate(args) if index not in written and arg is not None]
+    turns = [*read, None] if len(read) > 1 else [None]
+    return turns[row.turn % len(turns)]
 
 
 def between(
@@ -375,11 +392,19 @@ def between(
     Its own numbers come back afterwards: nothing may be kept by address, shape or strides.
     """
     layouts = set(cast("Mapping[str, Layout]", row.call.layout).values())
+    kept = _kept(other, row)
+    changed = [index for index in range(len(placed.args)) if index != kept]
     if row.between != "in the same memory" or layouts & set(READ_ONLY_LAYOUTS):
         described, elsewhere = context.call, other.place(context)
         context.call = described
-        return lambda: run(elsewhere)
-    tensors, others = list(tensors_of(placed.args)), list(tensors_of(other.arguments[0]))
+        args = list(placed.args)
+        for index in changed:
+            args[index] = elsewhere.args[index]
+        return lambda: run(replace(elsewhere, args=tuple(args)))
+    tensors, others = (
+        list(tensors_of([args[index] for index in changed]))
+        for args in (placed.args, other.arguments[0])
+    )
 
     def run_in_place() -> T:
         kept = [tensor.detach().clone() for tensor in tensors]
@@ -402,7 +427,8 @@ _ENDS = ("cu_seqlens_q", "cu_seqlens_k", "offsets")
 
 
 def _moved(name: str, arg: Any) -> Any:
-    """A tensor's numbers in another order, of floats halves of them; of ends other lengths.
+    """A tensor's numbers in another order, of floats halves of them; of ends other lengths; of
+    targets the last one.
 
     Halves, since sums of squares see no signs, and a mistake may need those that there were.
     """
@@ -411,6 +437,8 @@ def _moved(name: str, arg: Any) -> Any:
     if not isinstance(arg, Tensor) or (arg.is_floating_point() and arg.dtype not in FORMATS):
         return arg  # of types with 8 bits torch makes no product
     flipped = arg.flatten().flip(0).view(arg.shape)
+    if name == "target":  # as many of which are ignored otherwise
+        return arg.flatten()[-1:].expand(arg.numel()).reshape(arg.shape)
     if name in _ENDS:
         return arg[:1] + arg[-1:] - flipped
     return flipped * 0.5 if arg.dtype in FORMATS else flipped

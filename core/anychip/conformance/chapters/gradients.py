@@ -8,6 +8,7 @@ of several outputs, the second derivative, and that a changed saved tensor is no
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anychip.conformance import blocks, designs
+from anychip.conformance import blocks, calling_rules, designs
 from anychip.conformance.arithmetic import UNIT, Rounded
 from anychip.conformance.calling_rules import alike
 from anychip.conformance.calls import READ_ONLY_LAYOUTS, Call, Layout, PlacedCall, place, stream
@@ -140,11 +141,15 @@ def check_row(context: Context, of: Subject, row: designs.DesignedCall) -> None:
     """
     trial = GradientTrial(of.operator, row.call, of.dtype, context.seed)
     names = row.asked(trial.leaf_names)
-    grads = [laid_out_gradient(row.change(g), row.gradient) for g in trial.output_gradients()]
+    plain = trial.output_gradients()
+    layouts = row.gradient_layouts(len(plain))
+    grads = list(map(laid_out_gradient, map(row.change, plain), layouts))
     trial.gradients(of.oracle, grads)  # kept: what comes late is not waited for by chance
     placed = trial.place(context)
-    device, lies = context.device, row.gradient
-    given = [place(g, device, lies if g.dim() else "contiguous").tensor for g in grads]
+    given = [
+        place(grad, context.device, lies if grad.dim() else "contiguous").tensor
+        for grad, lies in zip(grads, layouts, strict=True)
+    ]
     leaves = trial.leaves(placed, names)
     run_other = other_gradients(context, placed, row, trial, names)
     with designs.stream_of(context, row.caller):
@@ -267,6 +272,23 @@ def rule_loss_scale(context: Context, of: Subject) -> None:
         for name, got in zip(trial.leaf_names, found, strict=True):
             text = f"gradient of {name}: it is finite, and the output gradient is {value}"
             check(not bool(got.isfinite().all()), text)
+
+
+def rule_two_threads(context: Context, of: Subject) -> None:
+    """Two threads ask for gradients at once: no room that both write to."""
+    call = next(call for call in of.oracle.plain if call.gradient)
+    labels = (call.label, f"{call.label}.other")
+    trials = [GradientTrial(of.operator, replace(call, label=n), of.dtype) for n in labels]
+
+    def ask(trial: GradientTrial, placed: PlacedCall) -> Sequence[Tensor]:
+        leaves = trial.leaves(placed, trial.leaf_names)
+        return backward(context, trial, placed, leaves, trial.output_gradients())
+
+    for trial, found, alone in calling_rules.at_once(context, trials, ask):
+        note = " while another thread asks for it too"
+        if of.is_bitwise:
+            check_same_bits(trial.gradient_names, found, alone, note)
+        compare(context, trial, of.oracle, trial.output_gradients(), found, note)
 
 
 def rule_one_output(context: Context, of: Subject) -> None:
@@ -434,6 +456,7 @@ def _twice(of: Subject, _: Context) -> bool:
 
 RULES = (
     Rule("loss-scale", rule_loss_scale, of_each_type=True),
+    Rule("two-threads", rule_two_threads, of_no_type=True),
     Rule("one-output", rule_one_output, lambda of, _: of.operator.signature.num_outputs > 1),
     Rule("deferred", rule_deferred, lambda of, _: of.is_bitwise and of.operator.spec.deferrable),
     Rule("blocks", rule_blocks, _has_lse),

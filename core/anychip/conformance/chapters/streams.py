@@ -379,7 +379,9 @@ def used_often(context: Context, *, what: str, wait: Callable[..., Any]) -> None
     """The same event and streams, used again and again: each time like the first."""
     race = Race(context)
     readers = [race.reader] if what in WAITS else []
-    start, event = (race.backend.event(timing=True) for _ in range(2))
+    start, event, first = (race.backend.event(timing=True) for _ in range(3))
+    first.record(race.stream)
+    last = 0.0
     for number in range(1, TIMES + 1):
         begin = time.perf_counter()
         start.record(race.stream)
@@ -392,6 +394,9 @@ def used_often(context: Context, *, what: str, wait: Callable[..., Any]) -> None
         took, host = start.elapsed_time(event), (time.perf_counter() - begin) * 1000
         check(0.0 < took <= 1.1 * host + 1.0, f"{took} ms, time {number}, of {host:.3g} ms")
         check(start.elapsed_time(event) == took, "elapsed_time() has another answer when repeated")
+        since = first.elapsed_time(event)
+        check(since > last, f"recorded again, after {last:.3g} ms, an event is at {since:.3g} ms")
+        last = since
 
 
 def unrecorded(context: Context) -> None:
@@ -429,6 +434,12 @@ def elapsed(context: Context) -> None:
         apart = abs(sum(parts) - found)
         check(apart <= 0.05 + 1e-3 * found, f"{parts} ms one after the other are {found} ms")
         check(start.elapsed_time(start) == 0.0, "an event is 0 ms after itself")
+        across = race.backend.event(timing=True)
+        across.record(race.backend.stream())  # after all of the work, which the host has waited for
+        across.synchronize()
+        took, host = start.elapsed_time(across), (time.perf_counter() - begin) * 1000
+        what = f"an event of another stream is {took:.3g} ms after the first"
+        check(found - 0.05 <= took <= 1.1 * host + 1.0, f"{what}, {found:.3g} to {host:.3g}")
 
 
 def use_stream_restores(context: Context) -> None:

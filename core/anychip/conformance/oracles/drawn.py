@@ -313,10 +313,11 @@ def _attention_varlen(choose: Choices, draw: Draw) -> Arguments:
         torch.cat((t.new_zeros(1), t)).to(_index_dtype(choose, f"dtype of {what} ends"))
         for what, t in (("query", of_queries), ("key", of_keys))
     ]
-    padding = choose.number("padding", (0,), (1, 2, 3), (5, 8, 16))
+    padding, side = choose.number("padding", (0,), (1, 2, 3), (5, 8, 16)), choose.turn("padded") % 3
+    more = [padding * (side != 1), padding * (side != 2)]  # of both, of keys alone, of queries
     shapes = {"q": (0, heads), "k": (1, kv_heads), "v": (1, kv_heads)}
     args = [
-        _attended(choose, draw, name, int(ends[which][-1]) + padding, count, dim)
+        _attended(choose, draw, name, int(ends[which][-1]) + more[which], count, dim)
         for name, (which, count) in shapes.items()
     ]
     for tensor, (which, _) in zip(args, shapes.values(), strict=True):

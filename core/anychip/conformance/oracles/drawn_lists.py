@@ -59,7 +59,7 @@ def _listed(choose: Choices, draw: Draw, factor: str, **options: Any) -> list[Te
     found = []
     for number, shape in enumerate(shapes):
         dtype = torch.float32 if wide and number % 2 else draw.dtype
-        values = choose.values(factor, draw, *shape, dtype=dtype, **options)
+        values = choose.values(factor, draw, *shape, dtype=dtype, number=number, **options)
         is_clean = number != spoilt and choose.chosen[factor] in NOT_FINITE
         found.append(draw.normal(*shape, dtype=dtype) if is_clean else values)
     return found
@@ -104,10 +104,10 @@ def _step(choose: Choices, draw: Draw, *, averages: int, **rule: Any) -> Argumen
     dtypes = {"float32": (wide,), "the own type": (draw.dtype,), "both": (wide, draw.dtype)}
     own = dtypes[choose.of("params in", *dtypes)]
     params = [
-        choose.values("params", draw, *s, dtype=own[i % len(own)], more=())
+        choose.values("params", draw, *s, dtype=own[i % len(own)], more=(), number=i)
         for i, s in enumerate(shapes)
     ]
-    grads = [choose.values("grads", draw, *shape, more=()) for shape in shapes]
+    grads = [choose.values("grads", draw, *s, more=(), number=i) for i, s in enumerate(shapes)]
     past = choose.of("moments", 0.1, 0.0, 1e-6)
     moments = [[draw.normal(*s, dtype=wide) * past for s in shapes] for _ in range(averages)]
     moments[1:] = [[m.square() for m in squares] for squares in moments[1:]]

@@ -102,6 +102,11 @@ def changed(label: str, given: Mapping[str, object], change: Callable[..., None]
     return Point(label, given, change, statistical=False, gradient=False)
 
 
+def _far(label: str, change: Callable[..., None]) -> Point:
+    """Many elements of such values, and gradients."""
+    return Point(label, {"rows": (4,), "width": 300}, change, statistical=False)
+
+
 def many_rows(width: int, name: str = "width", **options: Any) -> Point:
     """Of few numbers each, which share their errors."""
     given = {"rows": (BEYOND_16_BITS,), name: width}
@@ -130,8 +135,28 @@ _BY_FORM = tuple(
 
 
 def _far_scores(args: tuple[Any, ...]) -> None:
-    """About -22,500, which a number that stands for -inf, such as -10,000, exceeds."""
+    """About -22,500, which a number that stands for -inf, such as -10,000, exceeds; and of every
+    second query 22,500. Before they are scaled float16 does not hold them.
+    """
     args[0][..., 0], args[1][..., 0] = 300.0, -300.0
+    args[0][..., 1::2, :, 0] *= -1.0
+
+
+def _far_gates(args: tuple[Any, ...]) -> None:
+    """Small slopes: what float16 does not hold before is found to be small with them."""
+    args[0].fill_(-3.0)
+    args[1].fill_(30_000.0)
+
+
+def _far_sums(args: tuple[Any, ...]) -> None:
+    """Two numbers whose sum float16 does not hold."""
+    for arg in args:
+        arg.fill_(-6e4)
+
+
+def _far_scaled(args: tuple[Any, ...]) -> None:
+    """Numbers that float16 does not hold once they are scaled."""
+    args[0].add_(3e4)
 
 
 def _of_one_sign(args: tuple[Any, ...]) -> None:
@@ -174,10 +199,13 @@ def _no_gradients(args: tuple[Any, ...]) -> None:
         grad.zero_()
 
 
-def _zero_params(args: tuple[Any, ...]) -> None:
-    """A parameter of 0 has no norm."""
-    for param in args[0]:
-        param.zero_()
+def _zero_norms(args: tuple[Any, ...]) -> None:
+    """A parameter of 0 has no norm, and no update has one where there is neither gradient, moment
+    nor decay.
+    """
+    for number, tensors in enumerate(zip(*args[:4], strict=True)):
+        for tensor in tensors[1:] if number % 2 else tensors[:1]:
+            tensor.zero_()
 
 
 def _impossible(args: tuple[Any, ...]) -> None:
@@ -219,6 +247,10 @@ _STEPS = (
 _LATE = Point("late", _of_list(step=100_000.0), telling=True)
 _PACKED = {"heads of a key head": 2, "key heads": 2, "head_dim": 16}
 _HEAD_LARGE = Point("tiles", {"rows": (70,), "inputs": 72, "classes": 130})
+_WITH_FORM = (
+    *_BY_FORM,
+    large("beyond-16-bits", {"rows": (), "width": BEYOND_16_BITS, "approximate": "tanh"}),
+)
 _TO_FLOAT32: dict[str, Any] = {"given": WIDE, "end": ".to-float32"}
 _NONE: dict[str, Any] = {"given": {"reduction": "none"}, "end": ".none"}
 
@@ -241,12 +273,11 @@ FIXED: Mapping[str, Points] = {
     ),
     "dropout": _ELEMENTS,
     "bias_dropout_add": _ELEMENTS,
-    **dict.fromkeys(("silu", "relu", "relu2", "sigmoid", "tanh", "swiglu"), _ELEMENTS),
-    **{
-        name: (*_BY_FORM, large("beyond-16-bits", {"rows": (), "width": BEYOND_16_BITS,
-                                                   "approximate": "tanh"}))
-        for name in ("gelu", "bias_gelu", "geglu")
-    },
+    **dict.fromkeys(("silu", "relu", "relu2", "sigmoid", "tanh"), _ELEMENTS),
+    "swiglu": (*_ELEMENTS, _far("far", _far_gates)),
+    "gelu": _WITH_FORM,
+    "bias_gelu": (*_WITH_FORM, _far("far", _far_sums)),
+    "geglu": (*_WITH_FORM, _far("far", _far_gates)),
     "softplus": (*_ELEMENTS, Point("at-threshold", {"width": 65, "x": "repeated", "threshold": 2.0},
                                    statistical=False)),
     "softmax": (
@@ -259,6 +290,7 @@ FIXED: Mapping[str, Points] = {
         large("2x3x40x1100.everything", {"rows": (2, 3), "queries": 40, "keys": 1100,
                                          "mask": "rows", "bias": "whole", "causal": True}),
         changed("far.masked", {"rows": (), "queries": 9, "keys": 9, "mask": "whole"}, _far_softmax),
+        changed("far.scaled", {"queries": 9, "keys": 9, "scale": 3.0}, _far_scaled),
         changed("far.causal", {"queries": 9, "keys": 9, "causal": True}, _far_softmax),
         Point("vocabulary", {"queries": 3, "keys": VOCABULARY}, full=True),
         large("many-rows", {"rows": (), "queries": BEYOND_16_BITS, "keys": 2}, statistical=False),
@@ -403,7 +435,7 @@ FIXED: Mapping[str, Points] = {
     "lion": _STEPS,
     "lamb": (
         *(point._replace(full=point.full or point.full_in_16_bits) for point in _STEPS),
-        changed("zero-params", _of_list(), _zero_params),
+        changed("zero-norms", _of_list(weight_decay=0.0), _zero_norms),
     ),
     "lamb_sums_of_squares": (
         Point("plain", _of_list(), telling=True),

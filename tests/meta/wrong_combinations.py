@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from tests.meta.honest import Row
-from tests.meta.wrong import wrong_arguments, wrong_row
+from tests.meta.wrong import wrong_arguments, wrong_gradients, wrong_row
 from tests.unit.conformance.lower_precision import tf32
 
 wrong = partial(wrong_row, chapter="operators")
 wrong_backward = partial(wrong_row, chapter="gradients", direction="backward")
 Attr = Any
+HALF = frozenset({torch.float16})
 
 
 @wrong("tf32-if-all-sizes-are-aligned", "lower precision for some sizes", operator="linear")
@@ -91,6 +92,26 @@ ARGUMENTS = (
         y=lambda y, x: y.masked_fill(x.isneginf().all(-1, keepdim=True), 1 / max(x.shape[-1], 1))),
     wrong_arguments("blocks-of-2048-at-most", "the second of several tiles", "hadamard",
         y=lambda y, x, block: y * 1.01 if (block or x.shape[-1]) > 2048 else y),
+    wrong_gradients("total-by-strides-of-the-gradient", "layout not looked at", "add_rms_norm",
+        grad1=lambda grad1, grad: grad1.as_strided(grad.shape, grad.stride())
+        if grad.is_contiguous() and grad1.untyped_storage().nbytes() > grad1.nbytes else grad1),
+    wrong_gradients("padding-of-keys-alone", "padding computed", "attention_varlen",
+        dk=lambda dk, q, cu_seqlens_q, cu_seqlens_k: dk
+        if dk is None or int(cu_seqlens_q[-1]) < len(q)
+        else dk.index_fill(0, torch.arange(int(cu_seqlens_k[-1]), len(dk)), 0.37)),
+    *(wrong_gradients("product-in-float16-before-the-slope", "overflow of an intermediate", name,
+        dtypes=HALF, dgate=lambda dgate, grad, up: dgate if dgate is None
+        else dgate + 0.0 * (grad * up)) for name in ("swiglu", "geglu")),
+    wrong_arguments("sum-in-float16", "overflow of an intermediate", "bias_gelu", dtypes=HALF,
+        y=lambda y, x, bias: y + 0.0 * (x + bias)),
+    wrong_arguments("scaled-in-float16", "overflow of an intermediate", "softmax", dtypes=HALF,
+        y=lambda y, x, scale: y.masked_fill(
+            ((x * scale).isinf() & x.isfinite()).any(-1, keepdim=True), torch.nan)),
+    wrong_arguments("scores-in-float16", "overflow of an intermediate", "attention", dtypes=HALF,
+        q=lambda q, k: q if q.isnan().any() or k.isnan().any() or not k.numel()
+        else q + 0.0 * q.norm(dim=-1, keepdim=True) * k.norm(dim=-1).max()),
+    wrong_arguments("sign-of-0-is-1", "end of a range", "lion", grads=lambda grads, exp_avgs: [
+        g.masked_fill((g == 0) & (m == 0), 1e-7) for g, m in zip(grads, exp_avgs, strict=True)]),
     wrong_arguments("workspace-of-65536-weights", "overflow of an index", "linear",
         direction="backward", dweight=lambda dweight: dweight if dweight is None
         or dweight.numel() <= 1 << 16 else dweight * (dweight != dweight[-1, -1])),

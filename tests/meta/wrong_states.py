@@ -1,6 +1,7 @@
 """Wrong backends whose rows remember something: caches, first calls, threads, devices."""
 
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -118,6 +119,23 @@ def _first(given: Tensor | None) -> Tensor | None:
     return found[1]
 
 
+def _first_with(other: Tensor, given: Any) -> Any:
+    # With what another argument is, as long as nobody writes to that.
+    if given is None or other.is_inference():
+        return given
+    key = ("with", other.data_ptr(), other._version, tuple(other.shape), other.stride())
+    return _kept.setdefault(key, (other, given.clone()))[1]
+
+
+def _through_room(found: Tensor | None) -> Tensor | None:
+    if found is None:
+        return None
+    room: Tensor = _kept.setdefault(("shared", found.shape, found.dtype), found.clone())
+    room.copy_(found)
+    time.sleep(5e-4)
+    return room.clone()
+
+
 def _made(operator: str, change: Callable[..., Any]) -> Callable[[], Backend]:
     right = reference_rows()
 
@@ -150,6 +168,12 @@ ARGUMENTS = (
         mask=lambda mask: _first(mask)),
     wrong_arguments("seed-read-once", "cache by address", "dropout", rng=lambda rng: _first(rng)),
     wrong_arguments("rate-read-once", "cache by address", "adamw", lr=lambda lr: _first(lr)),
+    wrong_arguments("bias-kept-with-the-weight", "cache by address", "linear",
+        bias=lambda bias, weight: _first_with(weight, bias)),
+    wrong_arguments("sin-kept-with-cos", "cache by address", "rope",
+        sin=lambda sin, cos: _first_with(cos, sin)),
+    wrong_gradients("room-of-all-threads", "workspace shared", "layer_norm",
+        dweight=lambda dweight: _through_room(dweight)),
     wrong_gradients("backward-of-the-main-thread", "per-thread state", "swiglu",
         grad=lambda grad: grad * _local.table),
     wrong_gradients("value-gradient-needs-query", "wrong use of needs", "attention",

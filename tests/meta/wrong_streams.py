@@ -296,7 +296,27 @@ def ours_at_once(mode: Any, right: Call, func: Any, call: Callable[[], Any]) -> 
     call() if func.namespace == "anychip" else right(func, call)
 
 
+class OfItsStream(Event):
+    """Has the time since its stream's first event."""
+
+    def record(self, stream: Any = None) -> None:
+        super().record(stream)
+        self.first = stream.__dict__.setdefault("first", self.times)
+
+    def elapsed_time(self, end_event: Any) -> float:
+        ends = (event.times[0] - event.first[0] for event in (end_event, self))
+        return float(1000 * (next(ends) - next(ends)))
+
+
+def _first_time(event: Event, right: Call, stream: Any = None) -> None:
+    times = event.__dict__.get("times")
+    right(stream)
+    event.times = times or event.times
+
+
 CATALOGUE: tuple[Wrong, ...] = (
+    wrong("times-of-each-stream", "two clocks", "elapsed", event_type=OfItsStream),
+    wrong_method("first-time-stays", "stale state", "often", Event, "record", _first_time),
     wrong("event-never-waits", "missing wait", "event.wait", event_type=NeverHolds),
     wrong_method("event-always-complete", "completes too early", "event.query",
                  Event, "query", lambda *_: True),

@@ -12,12 +12,9 @@ from anychip.bench.report import Report, Timing
 from anychip.train.parallel.rates import COPY_UNIT, PRODUCT_UNIT
 
 COLORS = {
-    "ours": "#1b6ca8",
-    "torch": "#d1793b",
-    "compiled": "#8a5fa8",
-    "reference": "#9aa0a6",
+    "ours": "#1b6ca8", "torch": "#d1793b", "compiled": "#8a5fa8", "reference": "#9aa0a6",
     "copy": "#3c3c3c",
-}
+}  # fmt: skip
 _OTHERS = ("#d1793b", "#e3b23c", "#8a5fa8", "#5b9f5b", "#a0522d", "#c06c84")
 BOUND = "#3c3c3c"
 

@@ -104,10 +104,7 @@ def _run(
     if "dtype" in options:
         options["dtype"] = getattr(torch, options["dtype"])
     run: dict[str, Callable[..., Report]] = {
-        "chip": chip.run,
-        "device": device.run,
-        "dispatch": dispatch.run,
-        "ops": operators.run,
+        "chip": chip.run, "device": device.run, "dispatch": dispatch.run, "ops": operators.run,
         "collectives": collectives.run,
-    }
+    }  # fmt: skip
     return run[subject](backend, rounds=rounds, progress=progress, **options)

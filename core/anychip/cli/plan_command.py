@@ -213,12 +213,8 @@ def _to_json(plan: RunPlan) -> dict[str, Any]:
         "peak_nbytes": plan.arrangement.peaks, "memory_limit": plan.memory_limit,
         "candidates": [
             {
-                "schedule": each.name,
-                "stages_per_rank": each.virtual,
-                "makespan": each.makespan,
-                "idle": each.idle,
-                "nbytes": each.nbytes,
-                "fits": each.fits,
+                "schedule": each.name, "stages_per_rank": each.virtual, "makespan": each.makespan,
+                "idle": each.idle, "nbytes": each.nbytes, "fits": each.fits,
                 "chosen": _is_chosen(plan, each),
             }
             for each in plan.candidates
@@ -226,10 +222,8 @@ def _to_json(plan: RunPlan) -> dict[str, Any]:
         "grid": timeline.grid().splitlines() if timeline else [],
         "stages": [
             {
-                "rank": stage.rank,
-                "layers": [stage.layers.start, stage.layers.stop - 1],
-                "cost": _share(plan, stage),
-                "parameters": stage.num_parameters,
+                "rank": stage.rank, "layers": [stage.layers.start, stage.layers.stop - 1],
+                "cost": _share(plan, stage), "parameters": stage.num_parameters,
                 "nbytes": {
                     **stage.memory._asdict(),
                     "activations_of_a_microbatch": stage.activations.saved,

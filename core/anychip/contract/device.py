@@ -71,11 +71,8 @@ class DeviceInterface:
     name: str
     device_type: str
     capabilities: Mapping[str, int] = {
-        "streams": 1,
-        "memory_stats": 1,
-        "memory_peak": 1,
-        "pinned_memory": 1,
-    }
+        "streams": 1, "memory_stats": 1, "memory_peak": 1, "pinned_memory": 1,
+    }  # fmt: skip
     """Optional groups that the backend has, with the version of each. To declare one says that its
     methods work; it says nothing of their speed. ``graphs`` is a group that few have."""
 

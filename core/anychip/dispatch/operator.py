@@ -302,26 +302,17 @@ def _given(module: Any) -> dict[str, Any]:
     if "_is_compiling_flag" not in flags[0] or "_current_level" not in flags[1]:
         raise AttributeError("the flags of a compiler and of forward-mode AD")
     return {
-        "Tensor": Tensor,
-        "Parameter": Parameter,
-        "exchange": Tensor.__dlpack_c_exchange_api__,
+        "Tensor": Tensor, "Parameter": Parameter, "exchange": Tensor.__dlpack_c_exchange_api__,
         "dlpack_device": lambda tensor: torch.empty(0, device=tensor.device).__dlpack_device__(),
-        "device": Tensor.device,
-        "requires_grad": Tensor.requires_grad,
-        "is_neg": Tensor.is_neg,
-        "guards": GUARDS,
-        "compiler": flags[0],
-        "forward_ad": flags[1],
-        "selection": vars(selection),
-        "deterministic": torch._C._get_deterministic_algorithms,
-        "grad_enabled": torch.is_grad_enabled,
-        "examined": promise.examined,
-        "refuse_end": promise.refuse_end,
-        "run_written": library.run_written,
+        "device": Tensor.device, "requires_grad": Tensor.requires_grad, "is_neg": Tensor.is_neg,
+        "guards": GUARDS, "compiler": flags[0], "forward_ad": flags[1],
+        "selection": vars(selection), "deterministic": torch._C._get_deterministic_algorithms,
+        "grad_enabled": torch.is_grad_enabled, "examined": promise.examined,
+        "refuse_end": promise.refuse_end, "run_written": library.run_written,
         # Past Function.apply, which looks for the transforms that the guards have looked for.
         "apply": super(torch.autograd.Function, node).apply,  # type: ignore[misc]
         "forward": Node.forward,
-    }
+    }  # fmt: skip
 
 
 native.connect(Operator, _given)

@@ -119,15 +119,11 @@ class Provenance:
         heads = ("operator", "direction", "calls", "kind", "from", "fallback")
         lines = [heads] + [
             (
-                row.operator,
-                row.direction,
-                str(row.calls),
-                row.kind,
-                f"{row.provider} {row.version or ''}".strip(),
-                row.fallback_reason or "-",
+                row.operator, row.direction, str(row.calls), row.kind,
+                f"{row.provider} {row.version or ''}".strip(), row.fallback_reason or "-",
             )
             for row in self._rows
-        ]
+        ]  # fmt: skip
         widths = [max(len(line[i]) for line in lines) for i in range(len(heads) - 1)]
         return "\n".join(
             "  ".join([*(c.ljust(w) for c, w in zip(line, widths, strict=False)), line[-1]])

@@ -65,20 +65,14 @@ def _unary(
 ) -> OperatorSpec:
     forward, backward = _rounded_once(value, gradient)
     return OperatorSpec(
-        name=name,
-        signature=f"(Tensor x{attrs}) -> Tensor",
-        forward=forward,
-        backward=backward,
-        fake=lambda x, **_: empty_like(x),
-        saved=("x",),
-        differentiable=("x",),
+        name=name, signature=f"(Tensor x{attrs}) -> Tensor", forward=forward, backward=backward,
+        fake=lambda x, **_: empty_like(x), saved=("x",), differentiable=("x",),
         sizes=lambda x, **_: {"numel": x.numel()},
         sharding=Sharding(lambda x, *_: _any_dim(1, 1, x), lambda grad, x, *_: _any_dim(1, 2, x)),
         cost=lambda x, **_: Cost(2 * nbytes(x), flops * x.numel()),
         backward_cost=lambda x, **_: Cost(3 * nbytes(x), 2 * flops * x.numel()),
-        samples=partial(_samples, forms=forms),
-        **rest,
-    )
+        samples=partial(_samples, forms=forms), **rest,
+    )  # fmt: skip
 
 
 def _bound(forward: float, backward: float) -> Bound:
@@ -114,17 +108,13 @@ def _gelu_check(x: Tensor, *, approximate: str) -> None:
 
 
 gelu = _unary(
-    "gelu",
-    _gelu,
+    "gelu", _gelu,
     lambda grad, x, *, approximate: grad * _gelu_slope(x, approximate=approximate),
-    attrs=', *, str approximate="none"',
-    forms=_FORMS,
+    attrs=', *, str approximate="none"', forms=_FORMS,
     equation="none: x/2 (1 + erf(x/sqrt 2)); tanh: x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))",
     source="Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2",
-    check=_gelu_check,
-    flops=10,
-    bound=_bound(8, 16),
-)
+    check=_gelu_check, flops=10, bound=_bound(8, 16),
+)  # fmt: skip
 
 
 # silu, relu, relu2, sigmoid, tanh, softplus
@@ -159,62 +149,34 @@ def _softplus_check(x: Tensor, *, beta: float, threshold: float) -> None:
 
 
 silu = _unary(
-    "silu",
-    lambda x: x * torch.sigmoid(x),
-    lambda grad, x: grad * _silu_slope(x),
-    equation="y = x * sigmoid(x)",
-    source="Elfwing, Uchibe and Doya 2017, arXiv:1702.03118",
-    flops=5,
-    bound=_bound(5, 9),
-)
+    "silu", lambda x: x * torch.sigmoid(x), lambda grad, x: grad * _silu_slope(x),
+    equation="y = x * sigmoid(x)", source="Elfwing, Uchibe and Doya 2017, arXiv:1702.03118",
+    flops=5, bound=_bound(5, 9),
+)  # fmt: skip
 relu = _unary(
-    "relu",
-    torch.relu,
-    lambda grad, x: torch.where(x <= 0.0, 0.0, grad),
-    equation="y = max(x, 0)",
-    source="Nair and Hinton 2010, ICML",
-    flops=1,
-    bound=_bound(0, 0),
-)
+    "relu", torch.relu, lambda grad, x: torch.where(x <= 0.0, 0.0, grad), equation="y = max(x, 0)",
+    source="Nair and Hinton 2010, ICML", flops=1, bound=_bound(0, 0),
+)  # fmt: skip
 relu2 = _unary(
-    "relu2",
-    lambda x: torch.relu(x).square(),
-    lambda grad, x: torch.where(x <= 0.0, 0.0, 2.0 * x * grad),
-    equation="y = max(x, 0)^2",
-    source="So et al. 2021, arXiv:2109.08668",
-    flops=2,
-    bound=_bound(1, 2),
-)
+    "relu2", lambda x: torch.relu(x).square(),
+    lambda grad, x: torch.where(x <= 0.0, 0.0, 2.0 * x * grad), equation="y = max(x, 0)^2",
+    source="So et al. 2021, arXiv:2109.08668", flops=2, bound=_bound(1, 2),
+)  # fmt: skip
 sigmoid = _unary(
-    "sigmoid",
-    torch.sigmoid,
-    _sigmoid_gradient,
-    equation="y = 1 / (1 + exp(-x))",
-    source="torch.sigmoid",
-    flops=4,
-    bound=_bound(4, 8),
-)
+    "sigmoid", torch.sigmoid, _sigmoid_gradient, equation="y = 1 / (1 + exp(-x))",
+    source="torch.sigmoid", flops=4, bound=_bound(4, 8),
+)  # fmt: skip
 tanh = _unary(
-    "tanh",
-    torch.tanh,
-    lambda grad, x: grad * (1.0 - torch.tanh(x).square()),
-    equation="y = (exp(x) - exp(-x)) / (exp(x) + exp(-x))",
-    source="torch.tanh",
-    flops=6,
+    "tanh", torch.tanh, lambda grad, x: grad * (1.0 - torch.tanh(x).square()),
+    equation="y = (exp(x) - exp(-x)) / (exp(x) + exp(-x))", source="torch.tanh", flops=6,
     bound=_bound(5, 12),
-)
+)  # fmt: skip
 softplus = _unary(
-    "softplus",
-    _softplus,
-    _softplus_gradient,
-    attrs=", *, float beta=1.0, float threshold=20.0",
+    "softplus", _softplus, _softplus_gradient, attrs=", *, float beta=1.0, float threshold=20.0",
     forms=({"beta": 1.0, "threshold": 20.0}, {"beta": 2.0, "threshold": 1.0}),
     equation="y = x if beta x > threshold, else log(1 + exp(beta x)) / beta",
-    source="torch.nn.functional.softplus",
-    check=_softplus_check,
-    flops=7,
-    bound=_bound(8, 8),
-)
+    source="torch.nn.functional.softplus", check=_softplus_check, flops=7, bound=_bound(8, 8),
+)  # fmt: skip
 
 
 # bias_gelu
@@ -261,12 +223,9 @@ bias_gelu = OperatorSpec(
     signature='(Tensor x, Tensor bias, *, str approximate="none") -> Tensor',
     equation="y = gelu(x + bias)",
     source="Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2",
-    forward=_bias_gelu_forward,
-    backward=_bias_gelu_backward,
-    fake=lambda x, bias, *, approximate: empty_like(x),
-    saved=("x", "bias"),
-    differentiable=("x", "bias"),
-    check=_bias_gelu_check,
+    forward=_bias_gelu_forward, backward=_bias_gelu_backward,
+    fake=lambda x, bias, *, approximate: empty_like(x), saved=("x", "bias"),
+    differentiable=("x", "bias"), check=_bias_gelu_check,
     sizes=lambda x, bias, *, approximate: {"numel": x.numel(), "hidden": x.shape[-1]},
     sharding=Sharding(_bias_gelu_shards, _bias_gelu_backward_shards),
     cost=lambda x, bias, *, approximate: Cost(2 * nbytes(x) + nbytes(bias), 11 * x.numel()),
@@ -275,7 +234,7 @@ bias_gelu = OperatorSpec(
     ),
     samples=lambda maker: _samples(maker, lambda shape: shape[-1:], forms=_FORMS),
     bound=_bound(10, 20),
-)
+)  # fmt: skip
 
 
 # swiglu, geglu
@@ -324,17 +283,11 @@ def _gated(
             raise ValueError(f"gate and up must have the same shape, got {shapes}")
 
     return OperatorSpec(
-        name=name,
-        signature=f"(Tensor gate, Tensor up{attrs}) -> Tensor",
-        source="Shazeer 2020, arXiv:2002.05202, equation 6",
-        forward=forward,
-        backward=backward,
-        fake=lambda gate, up, **_: empty_like(gate),
-        saved=("gate", "up"),
-        differentiable=("gate", "up"),
-        check=check_both,
-        sizes=lambda gate, up, **_: {"numel": gate.numel()},
-        autocast="promote",
+        name=name, signature=f"(Tensor gate, Tensor up{attrs}) -> Tensor",
+        source="Shazeer 2020, arXiv:2002.05202, equation 6", forward=forward, backward=backward,
+        fake=lambda gate, up, **_: empty_like(gate), saved=("gate", "up"),
+        differentiable=("gate", "up"), check=check_both,
+        sizes=lambda gate, up, **_: {"numel": gate.numel()}, autocast="promote",
         sharding=Sharding(
             lambda gate, up, *_: _any_dim(1, 2, gate),
             lambda grad, gate, up, *_: _any_dim(2, 3, gate),
@@ -343,25 +296,14 @@ def _gated(
         backward_cost=lambda gate, up, **_: Cost(5 * nbytes(gate), flops[1] * gate.numel()),
         samples=lambda maker: _samples(maker, lambda shape: shape, forms=forms),
         **rest,
-    )
+    )  # fmt: skip
 
 
 swiglu = _gated(
-    "swiglu",
-    lambda gate: gate * torch.sigmoid(gate),
-    _silu_slope,
-    equation="y = gate * sigmoid(gate) * up",
-    flops=(6, 12),
-    bound=_bound(6, 10),
-)
+    "swiglu", lambda gate: gate * torch.sigmoid(gate), _silu_slope,
+    equation="y = gate * sigmoid(gate) * up", flops=(6, 12), bound=_bound(6, 10),
+)  # fmt: skip
 geglu = _gated(
-    "geglu",
-    _gelu,
-    _gelu_slope,
-    attrs=', *, str approximate="none"',
-    forms=_FORMS,
-    check=_gelu_check,
-    equation="y = gelu(gate) * up",
-    flops=(11, 32),
-    bound=_bound(9, 18),
-)
+    "geglu", _gelu, _gelu_slope, attrs=', *, str approximate="none"', forms=_FORMS,
+    check=_gelu_check, equation="y = gelu(gate) * up", flops=(11, 32), bound=_bound(9, 18),
+)  # fmt: skip

@@ -186,25 +186,18 @@ def _attention_check(
 
 def _sizes(q: Tensor, k: Tensor, *_: Tensor, **__: object) -> dict[str, int]:
     return {
-        "seq": q.shape[1],
-        "keys": k.shape[1],
-        "heads": q.shape[2],
-        "kv_heads": k.shape[2],
+        "seq": q.shape[1], "keys": k.shape[1], "heads": q.shape[2], "kv_heads": k.shape[2],
         "head_dim": q.shape[3],
-    }
+    }  # fmt: skip
 
 
 Lengths = tuple[int, int, int, int, int, int]
 # batch, queries, keys, heads, key heads, head_dim
 _SAMPLES: tuple[tuple[Lengths, bool], ...] = (
-    ((2, 5, 5, 4, 4, 8), True),
-    ((1, 17, 17, 4, 2, 16), True),
-    ((2, 9, 9, 2, 1, 8), False),
-    ((1, 1, 1, 1, 1, 4), True),
-    ((2, 3, 7, 2, 1, 8), True),
-    ((1, 6, 4, 2, 2, 8), True),
+    ((2, 5, 5, 4, 4, 8), True), ((1, 17, 17, 4, 2, 16), True), ((2, 9, 9, 2, 1, 8), False),
+    ((1, 1, 1, 1, 1, 4), True), ((2, 3, 7, 2, 1, 8), True), ((1, 6, 4, 2, 2, 8), True),
     ((1, 2, 5, 2, 2, 4), False),
-)
+)  # fmt: skip
 
 
 def _drawn(maker: SampleMaker, lengths: Lengths) -> tuple[tuple[Tensor, Tensor, Tensor], str]:

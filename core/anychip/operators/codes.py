@@ -64,15 +64,12 @@ class Format(NamedTuple):
 
 
 FORMATS = {
-    "int8": Format(8, 127.0),
-    "int4": Format(4, 7.0),
-    "nf4": Format(4, 1.0, table=NF4),
-    "e4m3": Format(8, 448.0, (4, 3)),
-    "e5m2": Format(8, 57344.0, (5, 2)),
+    "int8": Format(8, 127.0), "int4": Format(4, 7.0), "nf4": Format(4, 1.0, table=NF4),
+    "e4m3": Format(8, 448.0, (4, 3)), "e5m2": Format(8, 57344.0, (5, 2)),
     "mx_e4m3": Format(8, 448.0, (4, 3), is_mx=True),
     "mx_e5m2": Format(8, 57344.0, (5, 2), is_mx=True),
     "mx_e2m1": Format(4, 6.0, (2, 1), is_mx=True),
-}
+}  # fmt: skip
 
 
 class Codes(NamedTuple):

@@ -73,11 +73,8 @@ def _check(x: Tensor, weight: Tensor, offsets: Tensor, *, out_dtype: torch.dtype
 
 def _samples(maker: SampleMaker) -> Iterator[Sample]:
     for ends, rows, inputs, outputs in (
-        ([3, 3, 8], 8, 8, 5),
-        ([4, 5], 7, 33, 17),
-        ([0, 6], 6, 16, 4),
-        ([1], 1, 1, 1),
-    ):
+        ([3, 3, 8], 8, 8, 5), ([4, 5], 7, 33, 17), ([0, 6], 6, 16, 4), ([1], 1, 1, 1),
+    ):  # fmt: skip
         x, weight = maker.normal(rows, inputs), maker.normal(len(ends), outputs, inputs)
         offsets = torch.tensor(ends, dtype=torch.int64, device=x.device)
         label = f"{'+'.join(map(str, ends))}of{rows},{inputs}->{outputs}"

@@ -50,11 +50,8 @@ def _rope_check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: 
 
 def _rope_samples(maker: SampleMaker) -> Iterator[Sample]:
     for batch, length, heads, kv_heads, dim, rotary_dim in (
-        (2, 5, 4, 2, 8, 8),
-        (1, 17, 1, 1, 2, 2),
-        (2, 3, 2, 2, 64, 64),
-        (2, 4, 3, 1, 10, 6),
-    ):
+        (2, 5, 4, 2, 8, 8), (1, 17, 1, 1, 2, 2), (2, 3, 2, 2, 64, 64), (2, 4, 3, 1, 10, 6),
+    ):  # fmt: skip
         angles = maker.normal(length, rotary_dim // 2, dtype=torch.float32)
         q, k = maker.normal(batch, length, heads, dim), maker.normal(batch, length, kv_heads, dim)
         for interleaved in (False, True):

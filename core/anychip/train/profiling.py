@@ -201,21 +201,16 @@ class Profile(Watch):
         is_known = len(costs) == len(group) and seconds > 0
         bounds = [b for each, _ in group if (b := self._bound_s(each)) is not None]
         return {
-            "operator": call.row.operator,
-            "direction": call.row.direction,
-            "implementation": call.row.label,
-            "kind": call.row.kind,
-            "provider": call.provider.name,
-            "version": call.provider.version,
-            "calls": len(group),
-            "seconds": seconds,
-            "share": seconds / self._total,
+            "operator": call.row.operator, "direction": call.row.direction,
+            "implementation": call.row.label, "kind": call.row.kind,
+            "provider": call.provider.name, "version": call.provider.version, "calls": len(group),
+            "seconds": seconds, "share": seconds / self._total,
             "flops_per_s": sum(cost.flops for cost in costs) / seconds if is_known else None,
             "bytes_per_s": sum(cost.nbytes for cost in costs) / seconds if is_known else None,
             "of_roofline": sum(bounds) / seconds
             if is_known and len(bounds) == len(group)
             else None,
-        }
+        }  # fmt: skip
 
     def _bound_s(self, call: Call) -> float | None:
         """What a call takes at least; None: its cost or a rate is not known."""

@@ -28,19 +28,6 @@ from anychip.train.optim.rule import BLOCK, Group, Rule, Update, chain
 from anychip.train.optim.schedule import LRSchedule, constant, warmup_cosine
 
 __all__ = [
-    "BLOCK",
-    "Group",
-    "LRSchedule",
-    "Rule",
-    "Update",
-    "adamw",
-    "averaged",
-    "chain",
-    "clip_by_global_norm",
-    "constant",
-    "global_norm",
-    "lamb",
-    "lion",
-    "sgd",
-    "warmup_cosine",
+    "BLOCK", "Group", "LRSchedule", "Rule", "Update", "adamw", "averaged", "chain",
+    "clip_by_global_norm", "constant", "global_norm", "lamb", "lion", "sgd", "warmup_cosine",
 ]  # fmt: skip

@@ -58,11 +58,9 @@ class Log(logs.Log):
     def tests(self, folder: Path, order: str, *words: str, **env: str) -> None:
         """The kernels' unit tests on the module of a build folder, in an order of threads."""
         chosen = {
-            "ANYCHIP_CUDA_EMULATED": str(folder / MODULE),
-            "ANYCHIP_EMULATOR_ORDER": order,
-            "ANYCHIP_EMULATOR_REQUIRED": "1",
-            **env,
-        }
+            "ANYCHIP_CUDA_EMULATED": str(folder / MODULE), "ANYCHIP_EMULATOR_ORDER": order,
+            "ANYCHIP_EMULATOR_REQUIRED": "1", **env,
+        }  # fmt: skip
         pytest = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--slice")
         self.command(*pytest, "-k", "not cuda-", UNIT_TESTS, *words, env=chosen)
 
@@ -142,18 +140,12 @@ def coverage(log: Log) -> None:
     log.tests(folder, "forward")
     log.command(
         *(
-            sys.executable,
-            "-m",
-            "gcovr",
-            "--root",
-            ROOT,
-            "--merge-lines",
-            "--filter",
+            sys.executable, "-m", "gcovr", "--root", ROOT, "--merge-lines", "--filter",
             "csrc/cuda/kernels/",
         ),
         *("--filter", r"csrc/cuda/.*\.cuh", folder),
         *("--fail-under-line", str(LEAST_COVERED_LINES)),
-    )
+    )  # fmt: skip
 
 
 def machine_code(log: Log) -> None:

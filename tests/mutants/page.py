@@ -52,12 +52,9 @@ def tables(
         f"killed: {count.rate:.1f} %.** {len(every)} exist, {count.tried} were tried, "
         f"{count.equivalent} of these ({100 * count.equivalent / max(count.tried, 1):.1f} %) are "
         f"listed as equivalent, {count.survived} survived.",
-        _by_class(every, verdicts, listed),
-        _by_operator(verdicts, listed),
-        _by_chapter(verdicts),
-        _by_file(verdicts, listed),
-        _survivors(verdicts, listed),
-    ]
+        _by_class(every, verdicts, listed), _by_operator(verdicts, listed), _by_chapter(verdicts),
+        _by_file(verdicts, listed), _survivors(verdicts, listed),
+    ]  # fmt: skip
     return "\n\n".join(parts)
 
 

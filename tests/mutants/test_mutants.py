@@ -53,19 +53,14 @@ def test_mutants_of_a_function_are_the_mistakes_one_would_make() -> None:
     found = {(m.change, m.kind) for m in mutants_of("f.py", FUNCTION, {"norm"})}
     mean = "x.float().square().mean(-1, keepdim=True)"
     assert found >= {
-        ("== 0 -> != 0", "comparison"),
-        ("is -> is not", "comparison"),
-        ("x.dim() == 0 -> not (x.dim() == 0)", "logic"),
-        ("1 -> 2", "dim"),
-        ("1 -> 2", "index"),
-        ("True -> False", "dim"),
-        ("x.float() -> x.bfloat16()", "dtype"),
+        ("== 0 -> != 0", "comparison"), ("is -> is not", "comparison"),
+        ("x.dim() == 0 -> not (x.dim() == 0)", "logic"), ("1 -> 2", "dim"), ("1 -> 2", "index"),
+        ("True -> False", "dim"), ("x.float() -> x.bfloat16()", "dtype"),
         ("x.float() -> x", "missing call"),
         (f"{mean} -> {mean.replace('mean', 'sum')}", "function"),
         (f"{mean} -> {mean.replace(', keepdim=True', ', ')}", "argument"),
-        (f"{mean} + eps -> {mean}", "arithmetic"),
-        ("1: -> :", "index"),
-    }
+        (f"{mean} + eps -> {mean}", "arithmetic"), ("1: -> :", "index"),
+    }  # fmt: skip
     changes = {change for change, _ in found}
     assert not any("docstring" in change or "got" in change for change in changes)
     assert "needs[0] -> True" not in changes

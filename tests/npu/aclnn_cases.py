@@ -61,23 +61,16 @@ def arithmetic() -> list[Case]:
         Case("Add", lambda a, b: torch.add(a, b, alpha=2), TWO),
         Case("Sub", lambda a, b: torch.sub(a, b, alpha=2), TWO),
         Case("Rsubs", lambda a: torch.rsub(a, 0.5, alpha=2)),
-        Case("Adds", lambda a: torch.add(a, 0.5)),
-        Case("Subs", lambda a: torch.sub(a, 0.5)),
+        Case("Adds", lambda a: torch.add(a, 0.5)), Case("Subs", lambda a: torch.sub(a, 0.5)),
         Case("InplaceAdd", in_place("add_", alpha=3), TWO),
         Case("InplaceSub", in_place("sub_", alpha=3), TWO),
-        Case("InplaceAdds", in_place("add_", 0.5)),
-        Case("InplaceSubs", in_place("sub_", 0.5)),
-        Case("Mul", torch.mul, TWO),
-        Case("Muls", lambda a: a * 1.5),
-        Case("InplaceMul", in_place("mul_"), TWO),
-        Case("InplaceMuls", in_place("mul_", 1.5)),
-        Case("Div", torch.div, TWO, low=0.5),
-        Case("Divs", lambda a: a / 1.5),
+        Case("InplaceAdds", in_place("add_", 0.5)), Case("InplaceSubs", in_place("sub_", 0.5)),
+        Case("Mul", torch.mul, TWO), Case("Muls", lambda a: a * 1.5),
+        Case("InplaceMul", in_place("mul_"), TWO), Case("InplaceMuls", in_place("mul_", 1.5)),
+        Case("Div", torch.div, TWO, low=0.5), Case("Divs", lambda a: a / 1.5),
         Case("InplaceDiv", in_place("div_"), TWO, low=0.5),
-        Case("InplaceDivs", in_place("div_", 1.5)),
-        Case("Maximum", torch.maximum, TWO),
-        Case("Minimum", torch.minimum, TWO),
-        Case("PowTensorScalar", lambda a: a.pow(3)),
+        Case("InplaceDivs", in_place("div_", 1.5)), Case("Maximum", torch.maximum, TWO),
+        Case("Minimum", torch.minimum, TWO), Case("PowTensorScalar", lambda a: a.pow(3)),
         Case("InplacePowTensorScalar", in_place("pow_", 3)),
         Case("PowTensorTensor", torch.pow, TWO, low=0.5),
         Case("PowScalarTensor", lambda a: torch.pow(2.0, a)),
@@ -89,7 +82,7 @@ def arithmetic() -> list[Case]:
         Case("InplaceLerps", in_place("lerp_", 0.3), TWO),
         Case("InplaceLerp", in_place("lerp_"), THREE),
         Case("SWhere", lambda a, b, m: torch.where(m, a, b), TWO, extra=(MASK,)),
-    ]
+    ]  # fmt: skip
 
 
 def bounded() -> list[Case]:
@@ -129,12 +122,10 @@ def comparisons() -> list[Case]:
         cases.append(Case(f"{prefix}Scalar", lambda a, f=function: f(a, 0.25)))
     flags = ((MASK, ~MASK.roll(1, 1)), ())
     for row, function in (
-        ("LogicalAnd", torch.logical_and),
-        ("LogicalOr", torch.logical_or),
-        ("BitwiseAndTensor", torch.bitwise_and),
-        ("BitwiseOrTensor", torch.bitwise_or),
+        ("LogicalAnd", torch.logical_and), ("LogicalOr", torch.logical_or),
+        ("BitwiseAndTensor", torch.bitwise_and), ("BitwiseOrTensor", torch.bitwise_or),
         ("BitwiseXorTensor", torch.bitwise_xor),
-    ):
+    ):  # fmt: skip
         cases.append(Case(row, function, (), extra=flags[0]))
     return [
         *cases,
@@ -180,11 +171,8 @@ def losses() -> list[Case]:
              backward="BinaryCrossEntropyBackward", low=0.25, extra=(MASK,), units=24),
         *(
             Case(
-                "BinaryCrossEntropyWithLogits",
-                with_logits(reduction, is_weighted),
-                backward="BinaryCrossEntropyWithLogitsBackward",
-                extra=(MASK,),
-                units=24,
+                "BinaryCrossEntropyWithLogits", with_logits(reduction, is_weighted),
+                backward="BinaryCrossEntropyWithLogitsBackward", extra=(MASK,), units=24,
             )
             for reduction, is_weighted in (("mean", False), ("sum", True))
         ),
@@ -248,8 +236,7 @@ def products() -> list[Case]:
 def shaping() -> list[Case]:
     """Rows that copy, fill, mask and join."""
     return [
-        Case("InplaceCopy", lambda a: a.t().contiguous()),
-        Case("InplaceZero", in_place("zero_")),
+        Case("InplaceCopy", lambda a: a.t().contiguous()), Case("InplaceZero", in_place("zero_")),
         Case("InplaceOne", lambda a: torch.ones(3, device=a.device)),
         Case("InplaceFillTensor", lambda a, v: in_place("fill_", v)(a), extra=(torch.tensor(2.5),)),
         Case("InplaceMaskedFillTensor",
@@ -257,8 +244,7 @@ def shaping() -> list[Case]:
              extra=(MASK, torch.tensor(2.0))),
         Case("Cast", lambda a: torch_npu().npu_dtype_cast(a, torch.float32), reference=lambda a: a,
              dtypes=FLOATS[1:]),
-        Case("ChunkCat", chunked),
-        Case("InplaceFillScalar", in_place("fill_", 2.5)),
+        Case("ChunkCat", chunked), Case("InplaceFillScalar", in_place("fill_", 2.5)),
         Case("Arange", lambda a: torch.arange(2, 9, 3, device=a.device)),
         Case("Linspace", lambda a: torch.linspace(-1, 2, 7, device=a.device)),
         Case("Eye", lambda a: torch.eye(3, 4, device=a.device)),
@@ -267,12 +253,9 @@ def shaping() -> list[Case]:
         Case("Cat", lambda a, b: torch.cat([a, b], 1), TWO),
         Case("Stack", lambda a, b: torch.stack([a, b], 1), TWO),
         Case("ConstantPadNd", lambda a: torch.nn.functional.pad(a, (1, 2), value=3.0)),
-        Case("Repeat", lambda a: a.repeat(2, 1, 3)),
-        Case("Flip", lambda a: a.flip(1)),
-        Case("Tril", lambda a: a.tril(1)),
-        Case("Triu", lambda a: a.triu(1)),
-        Case("InplaceTril", in_place("tril_", 1)),
-        Case("InplaceTriu", in_place("triu_", 1)),
+        Case("Repeat", lambda a: a.repeat(2, 1, 3)), Case("Flip", lambda a: a.flip(1)),
+        Case("Tril", lambda a: a.tril(1)), Case("Triu", lambda a: a.triu(1)),
+        Case("InplaceTril", in_place("tril_", 1)), Case("InplaceTriu", in_place("triu_", 1)),
         Case("InplaceMaskedFillScalar", in_place("masked_fill_", 2.0), extra=(MASK,)),
         Case("MaskedSelect", torch.masked_select, extra=(MASK,)),
         Case("Nonzero", torch.nonzero, (), extra=(MASK,)),
@@ -313,25 +296,21 @@ def chunked(a: torch.Tensor) -> torch.Tensor:
 def reductions() -> list[Case]:
     """Rows that make fewer numbers of many."""
     return [
-        Case("ReduceSum", lambda a: a.sum(1)),
-        Case("Mean", lambda a: a.mean(1)),
+        Case("ReduceSum", lambda a: a.sum(1)), Case("Mean", lambda a: a.mean(1)),
         Case("LinalgVectorNorm", lambda a: torch.linalg.vector_norm(a)),
-        Case("LogSumExp", lambda a: torch.logsumexp(a, 1)),
-        Case("Amax", lambda a: a.amax(1)),
+        Case("LogSumExp", lambda a: torch.logsumexp(a, 1)), Case("Amax", lambda a: a.amax(1)),
         Case("Aminmax", lambda a: torch.stack(a.aminmax(dim=1))),
-        Case("Amin", lambda a: a.amin(1)),
-        Case("Max", lambda a: a.max()),
+        Case("Amin", lambda a: a.amin(1)), Case("Max", lambda a: a.max()),
         Case("Min", lambda a: a.min()),
         Case("MaxDim", lambda a: tuple(a.max(1)), dtypes=FLOATS[:1]),
         Case("ArgMax", lambda a: a.argmax(1), dtypes=FLOATS[:1]),
-        Case("Cumsum", lambda a: a.cumsum(1)),
-        Case("VarCorrection", lambda a: a.var(1), units=24),
+        Case("Cumsum", lambda a: a.cumsum(1)), Case("VarCorrection", lambda a: a.var(1), units=24),
         Case("Std", lambda a: a.std(1), units=24),
         Case("VarMean", lambda a: tuple(torch.var_mean(a, 1, correction=0)), units=24),
         Case("StdMeanCorrection", lambda a: tuple(torch.std_mean(a, 0)), units=24),
         Case("Norm", lambda a: torch.ops.aten.norm.ScalarOpt_dim(a, 3, [1]), units=24),
         Case("LinalgVectorNorm", lambda a: torch.linalg.vector_norm(a, 1, dim=0), units=24),
-    ]
+    ]  # fmt: skip
 
 
 def lists() -> list[Case]:

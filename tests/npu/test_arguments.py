@@ -63,11 +63,9 @@ IGNORED = {
 }
 """(torch's operator, argument): the page by which it has no effect on the answer."""
 TEXTS = {
-    "approximate": ("none", "tanh"),
-    "rotary_mode": ("half", "interleave"),
-    "reduction": ("none", "mean", "sum"),
-    "input_layout": ("BSND", "BNSD", "TND"),
-}
+    "approximate": ("none", "tanh"), "rotary_mode": ("half", "interleave"),
+    "reduction": ("none", "mean", "sum"), "input_layout": ("BSND", "BNSD", "TND"),
+}  # fmt: skip
 
 
 def of_cann(error: Exception) -> bool:

@@ -166,14 +166,12 @@ def test_halves_of_one_tensor_are_not_copied() -> None:
 @pytest.mark.parametrize(
     "spoilt",
     [
-        lambda gate, up: (up, gate),
-        lambda gate, up: (gate, up.clone()),
-        lambda gate, up: (gate[:, :2], up[:, :2]),
-        lambda gate, up: (gate[..., :4], up[..., :4]),
+        lambda gate, up: (up, gate), lambda gate, up: (gate, up.clone()),
+        lambda gate, up: (gate[:, :2], up[:, :2]), lambda gate, up: (gate[..., :4], up[..., :4]),
         lambda gate, up: (gate.transpose(0, 1), up.transpose(0, 1)),
     ],
     ids=["swapped", "of two tensors", "some rows", "quarters", "transposed"],
-)
+)  # fmt: skip
 def test_what_are_not_halves_of_one_tensor_is_put_side_by_side(spoilt: Any) -> None:
     gate, up = spoilt(*on_npu(3, 4, 16).chunk(2, -1))
 

@@ -164,12 +164,8 @@ def try_bug(bug: Bug, plain_build: Path) -> Verdict:
             if bug.sanitizer:  # it has to be there when the process starts
                 done = subprocess.run(
                     [sys.executable, *words, "-s"],  # its report is the last that the process says
-                    cwd=ROOT,
-                    env=environment,
-                    capture_output=True,
-                    text=True,
-                    timeout=SECONDS,
-                )
+                    cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS,
+                )  # fmt: skip
             else:
                 done = warm_python.run(*words, cwd=ROOT, env=environment, timeout=SECONDS)
         except subprocess.TimeoutExpired:

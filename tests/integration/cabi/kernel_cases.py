@@ -20,29 +20,24 @@ def device(chip: Library) -> torch.device:
 
 X = torch.arange(12.0).reshape(3, 4)
 SERVED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "same_shape": lambda x: x + x,
-    "alpha": lambda x: torch.add(x, x, alpha=3),
-    "number": lambda x: x + 2.5,
-    "scalar_tensor": lambda x: x + torch.tensor(2.0),
+    "same_shape": lambda x: x + x, "alpha": lambda x: torch.add(x, x, alpha=3),
+    "number": lambda x: x + 2.5, "scalar_tensor": lambda x: x + torch.tensor(2.0),
     "broadcast": lambda x: x + x[:, :1],
     "strided": lambda x: x.t() + x[:, :3].repeat(2, 1)[2:6].contiguous()[:, :3],
-    "in_place": lambda x: x.clone().add_(x),
-    "in_place_view": lambda x: x.clone()[:, 1:].add_(1),
+    "in_place": lambda x: x.clone().add_(x), "in_place_view": lambda x: x.clone()[:, 1:].add_(1),
     "out": lambda x: torch.add(x, 1, out=torch.empty(0, device=x.device)),
     "out_is_argument": lambda x: torch.add(y := x.clone(), 1, out=y),
     "out_double": lambda x: torch.add(x, 1, out=torch.empty(3, 4, device=x.device).double()),
-    "comparison": lambda x: x >= 5,
-    "product": lambda x: x @ x.t(),
+    "comparison": lambda x: x >= 5, "product": lambda x: x @ x.t(),
     "product_out": lambda x: torch.mm(x, x.t(), out=torch.empty(3, 3, device=x.device)),
     "product_of_columns": lambda x: x[:, ::2] @ x[:2],
     "list": lambda x: torch.cat([x, x[:1], x + 1]),
     "list_of_columns": lambda x: torch.cat([x, x[:, 1:3]], -1),
     "filled": lambda x: torch.full_like(x, 2.5),
     "zeros": lambda x: torch.zeros(2, 3, dtype=torch.int64, device=x.device),
-    "converted": lambda x: x.t().to(torch.bfloat16),
-    "copy": lambda x: x.t().contiguous(),
+    "converted": lambda x: x.t().to(torch.bfloat16), "copy": lambda x: x.t().contiguous(),
     "empty": lambda x: x[:0] + x[:0],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", SERVED)

@@ -109,17 +109,14 @@ def test_zero_on_two_ranks_of_a_library_follows_the_hosts_losses(
 
 
 WRONG = {
-    "event-done-early": "streams/event.query",
-    "event-never-waits": "streams/event.wait",
+    "event-done-early": "streams/event.query", "event-never-waits": "streams/event.wait",
     "stream-always-idle": "streams/stream.query",
     "operator-on-default-stream": "streams/operators.apart",
-    "copy-returns-early": "memory/allocate/apart",
-    "copy-drops-tail": "memory/copy_async/bytes",
-    "free-above-total": "memory/info",
-    "ignores-strides": "operators/gelu/design",
+    "copy-returns-early": "memory/allocate/apart", "copy-drops-tail": "memory/copy_async/bytes",
+    "free-above-total": "memory/info", "ignores-strides": "operators/gelu/design",
     "one-device-too-many": "device/index/memory.allocate.every",
     "writes-before-enotsup": "operators/clip/design",
-}
+}  # fmt: skip
 """Mistakes that no check of a table can refuse, and the case that has to find each."""
 
 

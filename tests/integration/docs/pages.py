@@ -64,17 +64,13 @@ class Place:
             (shims / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {module}"$@"\n')
             (shims / name).chmod(0o755)
         self.environment = {
-            **os.environ,
-            "PATH": os.pathsep.join([str(shims), os.environ["PATH"]]),
+            **os.environ, "PATH": os.pathsep.join([str(shims), os.environ["PATH"]]),
             "PYTHONPATH": os.pathsep.join([str(self.site), *IMPORTS]),
             # pip installs beside the tests, with what is here already.
             "PIP_TARGET": str(self.site),
-            "PIP_NO_INDEX": "1",
-            "PIP_NO_DEPS": "1",
-            "PIP_NO_BUILD_ISOLATION": "0",
-            "PIP_DISABLE_PIP_VERSION_CHECK": "1",
-            **variables,
-        }
+            "PIP_NO_INDEX": "1", "PIP_NO_DEPS": "1", "PIP_NO_BUILD_ISOLATION": "0",
+            "PIP_DISABLE_PIP_VERSION_CHECK": "1", **variables,
+        }  # fmt: skip
 
     def run(self, command: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

@@ -254,12 +254,10 @@ def test_fuse_part_of_the_model_takes_that_part_and_later_the_rest() -> None:
     model = build("llama")
     report = anychip.fuse(model, only="model.layers.1")
     assert sorted((e.kind, e.path) for e in report.replaced) == [
-        ("activation", "model.layers.1.mlp"),
-        ("attention", "model.layers.1.self_attn"),
+        ("activation", "model.layers.1.mlp"), ("attention", "model.layers.1.self_attn"),
         ("norm", "model.layers.1.input_layernorm"),
-        ("norm", "model.layers.1.post_attention_layernorm"),
-        ("rope", "model.layers.1.self_attn"),
-    ]
+        ("norm", "model.layers.1.post_attention_layernorm"), ("rope", "model.layers.1.self_attn"),
+    ]  # fmt: skip
     loss(model)
     assert forward_calls() == {"attention": 1, "rope": 1, "rms_norm": 2, "swiglu": 1}
     rest = anychip.fuse(model, skip="rope")

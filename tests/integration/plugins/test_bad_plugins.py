@@ -89,33 +89,21 @@ CHANGED = {
         "def anychip_backend()", "def anychip_backnd()",
         "a hook does not fit: PluginValidationError: unknown hook 'anychip_backnd' in plugin ",
     ),
-    "unmarked_hook": (
-        "@hookimpl", "", "plugin_unmarked_hook.anychip_backend is not marked with @anychip.hookimpl"
-    ),
-    "not_a_backend": (
-        "return Good()", 'return "a backend"',
-        "anychip_backend() must return an instance of anychip.Backend, got a str",
-    ),
+    "unmarked_hook": ("@hookimpl", "",
+                      "plugin_unmarked_hook.anychip_backend is not marked with @anychip.hookimpl"),
+    "not_a_backend": ("return Good()", 'return "a backend"',
+                      "anychip_backend() must return an instance of anychip.Backend, got a str"),
     "a_class": (
         "return Good()", "return Good",
         "anychip_backend() must return an instance of anychip.Backend, got the class Good",
     ),
-    "abstract": (
-        "def probe", "def prove",
-        "anychip_backend() raised TypeError: Can't instantiate abstract class Good with",
-    ),
-    "no_table": (
-        "OperatorTable()", "{}", "its operators must be of type OperatorTable, got {}"
-    ),
-    "probe_raises": (
-        READY_HOST, "1 / 0", "probe() raised ZeroDivisionError: division by zero"
-    ),
-    "probe_says_true": (
-        READY_HOST, "True", "probe() must return an anychip.Probe, got bool"
-    ),
-    "ready_with_nothing": (
-        READY_HOST, 'Probe(status="ready", reason="yes")', "probe() says ready with 0 devices"
-    ),
+    "abstract": ("def probe", "def prove",
+                 "anychip_backend() raised TypeError: Can't instantiate abstract class Good with"),
+    "no_table": ("OperatorTable()", "{}", "its operators must be of type OperatorTable, got {}"),
+    "probe_raises": (READY_HOST, "1 / 0", "probe() raised ZeroDivisionError: division by zero"),
+    "probe_says_true": (READY_HOST, "True", "probe() must return an anychip.Probe, got bool"),
+    "ready_with_nothing": (READY_HOST, 'Probe(status="ready", reason="yes")',
+                           "probe() says ready with 0 devices"),
 }  # fmt: skip
 """Name to what a good plugin has, what stands there instead, and the reason."""
 VERSIONS = {"next_major": "3.0", "next_minor": "2.1", "last_major": "0.9"}
@@ -146,12 +134,9 @@ CATALOGUE: dict[str, Bad] = {
         "it has native_communicator(), which this anychip does not call",
         "incompatible",
     ),
-    "no_device": Bad(
-        good_plugin("no_device", 'Probe.unavailable("no device", fix="plug one in")'),
-        "no device",
-        "unavailable",
-    ),
-}
+    "no_device": Bad(good_plugin("no_device", 'Probe.unavailable("no device", fix="plug one in")'),
+                     "no device", "unavailable"),
+}  # fmt: skip
 """Name to plugin; a reason in the table must begin with the one given here."""
 
 NOISY_BUT_GOOD = {

@@ -51,11 +51,9 @@ def test_packs_for_a_backend_are_loaded_by_name_and_others_are_not_imported(
     _add_pack(acme, "cpu.any", "pack_e", PACK.format(result="table"))
     found, imported = json.loads(acme.run_code(LOOK))
     assert found == [
-        [1, ["pack_a.rms_norm"], "pack-a", "3.1"],
-        [1, ["pack_b.rms_norm"], "pack-b", "3.1"],
-        [0, [], "pack-b", "3.1"],
-        [1, ["pack_e.rms_norm"], "pack-e", "3.1"],
-    ]
+        [1, ["pack_a.rms_norm"], "pack-a", "3.1"], [1, ["pack_b.rms_norm"], "pack-b", "3.1"],
+        [0, [], "pack-b", "3.1"], [1, ["pack_e.rms_norm"], "pack-e", "3.1"],
+    ]  # fmt: skip
     assert imported == ["pack_a", "pack_b", "pack_c", "pack_e"]
 
 
@@ -63,19 +61,14 @@ TABLE = PACK.format(result="table")
 BROKEN = {
     "import_fails": ("acme.bad", "raise OSError('no lib')", "raised OSError: no lib"),
     "no_hook": ("acme.bad", "", "'pack_bad' has no hook anychip_operators(backend)"),
-    "wrong_signature": (
-        "acme.bad", TABLE.replace("(backend)", "(chip)"),
-        "a hook does not fit: PluginValidationError",
-    ),
+    "wrong_signature": ("acme.bad", TABLE.replace("(backend)", "(chip)"),
+                        "a hook does not fit: PluginValidationError"),
     "not_a_table": ("acme.bad", PACK.format(result="[1]"), "must return OperatorTables, got int"),
-    "hook_raises": (
-        "acme.bad", PACK.format(result="1 / 0"),
-        "anychip_operators() raised ZeroDivisionError: division by zero",
-    ),
-    "changes_a_setting": (
-        "acme.bad", f"import torch; torch.set_default_dtype(torch.float64){TABLE}",
-        "changed torch's default dtype from torch.float32 to torch.float64",
-    ),
+    "hook_raises": ("acme.bad", PACK.format(result="1 / 0"),
+                    "anychip_operators() raised ZeroDivisionError: division by zero"),
+    "changes_a_setting": ("acme.bad",
+                          f"import torch; torch.set_default_dtype(torch.float64){TABLE}",
+                          "changed torch's default dtype from torch.float32 to torch.float64"),
     "no_pack_name": ("acme", TABLE, "its entry point must be named acme.<pack>"),
 }  # fmt: skip
 

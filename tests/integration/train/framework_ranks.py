@@ -339,20 +339,16 @@ REFUSED: dict[str, dict[str, Callable[[], Any]]] = {
     "trainer": {"their own": lambda: in_trainer(Case(0, plain=True))},
     "accelerate": {
         "their own": lambda: in_accelerate(Case(0, plain=True)),
-        "deepspeed": lambda: prepare_as("DEEPSPEED"),
-        "fsdp": lambda: prepare_as("FSDP"),
+        "deepspeed": lambda: prepare_as("DEEPSPEED"), "fsdp": lambda: prepare_as("FSDP"),
         "fp16": lambda: prepared(scaler=torch.amp.GradScaler("cpu")),
-        "some gradients": clip_some,
-        "two optimizers": prepare_two,
+        "some gradients": clip_some, "two optimizers": prepare_two,
         "compiled": lambda: prepared(3, compiler="eager"),
     },
     "lightning": {
         "their own": lambda: in_lightning(Case(0, plain=True)),
         "AdamW": lambda: in_lightning(Case(None, options=(("strategy", "ours"),))),
         "values": lambda: in_lightning(Case(2, options=(("gradient_clip_algorithm", "value"),))),
-        "fp16": fit_scaled,
-        "part": fit_part,
-        "compiled": fit_compiled,
+        "fp16": fit_scaled, "part": fit_part, "compiled": fit_compiled,
     },
     "torch": {
         "several ranks": lambda: update_cut(comm=anychip.use("cpu").communicator()),
@@ -360,7 +356,7 @@ REFUSED: dict[str, dict[str, Callable[[], Any]]] = {
         "partly": lambda: update_cut(partly=True),
         "scaled": lambda: update_cut(precision=precision.policy("fp16", anychip.use("cpu"))),
     },
-}
+}  # fmt: skip
 
 
 def sentence(call: Callable[[], Any]) -> str:
@@ -373,11 +369,9 @@ def sentence(call: Callable[[], Any]) -> str:
 
 
 VARIANTS = {
-    "": Case(None),
-    "accumulating": Case(None, ACCUMULATION),
-    "bf16": Case(None, precision="bf16"),
+    "": Case(None), "accumulating": Case(None, ACCUMULATION), "bf16": Case(None, precision="bf16"),
     "ddp": Case(None, plain=True),
-}
+}  # fmt: skip
 STAGES = {
     1: {"": (2,)},
     2: {"": (0, 3), "accumulating": (1, 2), "bf16": (3,)},

@@ -29,12 +29,9 @@ def make() -> nn.Module:
     """Sizes that no number of ranks divides, and a tied weight."""
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Linear(53, 67),
-        nn.LayerNorm(67),
-        nn.Linear(67, 31, bias=False),
-        nn.Linear(31, 53, bias=False),
-        nn.Linear(53, 67, bias=False),
-    )
+        nn.Linear(53, 67), nn.LayerNorm(67), nn.Linear(67, 31, bias=False),
+        nn.Linear(31, 53, bias=False), nn.Linear(53, 67, bias=False),
+    )  # fmt: skip
     model[4].weight = model[0].weight
     model.register_buffer("mean", torch.arange(5.0))
     return model

@@ -68,10 +68,8 @@ def trained(ranks: Server, cwd: Path, *args: str, world_size: int = 1, out: str 
     *(
         pytest.param((setting,), stages, id=name, marks=pytest.mark.grid)
         for name, setting, stages in [
-            ("no_clipping", "optimizer.max_norm=0", (0, 2)),
-            ("lamb", "optimizer.kind=lamb", (2,)),
-            ("lion", "optimizer.kind=lion", (1,)),
-            ("sgd", "optimizer.kind=sgd", (2,)),
+            ("no_clipping", "optimizer.max_norm=0", (0, 2)), ("lamb", "optimizer.kind=lamb", (2,)),
+            ("lion", "optimizer.kind=lion", (1,)), ("sgd", "optimizer.kind=sgd", (2,)),
         ]
     ),
 ])  # fmt: skip

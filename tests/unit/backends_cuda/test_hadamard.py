@@ -43,10 +43,8 @@ def test_tensors_at_any_address_have_the_bits_of_their_copies(
     generator = torch.Generator().manual_seed(1)
     whole = torch.randn(2 * length + 3, 2, generator=generator).to(dtype).to(chip.device)
     for x in (
-        whole.view(-1)[1 : 2 * length + 1],
-        whole.view(-1)[3 : 3 + length],
-        whole[:length].t(),
-    ):
+        whole.view(-1)[1 : 2 * length + 1], whole.view(-1)[3 : 3 + length], whole[:length].t(),
+    ):  # fmt: skip
         assert bits(chip.call("hadamard", "forward", x, block=length)) == bits(
             chip.call("hadamard", "forward", x.contiguous().clone(), block=length)
         )

@@ -74,10 +74,8 @@ def test_terms_are_added_in_the_order_of_the_choices(chip: Chip) -> None:
     (row,) = chip.table.rows("unpermute", "forward")
     x = torch.tensor([[1e8], [-1e8], [1.0], [1.0], [3e8], [-3e8]]).to(chip.device)
     for order, want in (
-        ([0, 1, 2, 3, 4, 5], 0.0),
-        ([4, 5, 0, 1, 2, 3], 2.0),
-        ([2, 3, 0, 1, 4, 5], 0.0),
-    ):
+        ([0, 1, 2, 3, 4, 5], 0.0), ([4, 5, 0, 1, 2, 3], 2.0), ([2, 3, 0, 1, 4, 5], 0.0),
+    ):  # fmt: skip
         assert row.function(x, torch.tensor([order]).to(chip.device), None).item() == want
 
 

@@ -16,42 +16,28 @@ REFUSED = Answer((13, 0), (), 100, "CUDA_ERROR_NO_DEVICE")
 NOTHING = Files(0, ())
 
 STATES: dict[str, tuple[tuple[Any, ...], str, str, str]] = {
-    "no driver": (
-        (Answer(label="libcuda.so.1 cannot be used"), NOTHING, NO_CUDA),
-        "unavailable", "no NVIDIA driver: libcuda.so.1 cannot be used", "install NVIDIA's driver",
-    ),
+    "no driver": ((Answer(label="libcuda.so.1 cannot be used"), NOTHING, NO_CUDA), "unavailable",
+                  "no NVIDIA driver: libcuda.so.1 cannot be used", "install NVIDIA's driver"),
     "no device": ((REFUSED, NOTHING, CUDA_13), "unavailable", "NO_DEVICE", "install NVIDIA's"),
-    "hidden": (
-        (REFUSED, Files(8, ()), CUDA_13), "unavailable", "the system has 8", "CUDA_VISIBLE_DEVICES",
-    ),
-    "forbidden": (
-        (REFUSED, Files(8, ("/dev/nvidia0",)), CUDA_13),
-        "unavailable", "no permission for /dev/nvidia0", "read and write access",
-    ),
-    "fabric": (
-        (Answer((13, 0), (), 802, "CUDA_ERROR_SYSTEM_NOT_READY"), Files(8, ()), CUDA_13),
-        "unavailable", "CUDA_ERROR_SYSTEM_NOT_READY (802)", "nvidia-fabricmanager",
-    ),
-    "unknown": (
-        (Answer((13, 0), (), 999, "CUDA_ERROR_UNKNOWN"), Files(1, ()), CUDA_13),
-        "unavailable", "CUDA_ERROR_UNKNOWN (999)", "nvidia-smi",
-    ),
+    "hidden": ((REFUSED, Files(8, ()), CUDA_13), "unavailable", "the system has 8",
+               "CUDA_VISIBLE_DEVICES"),
+    "forbidden": ((REFUSED, Files(8, ("/dev/nvidia0",)), CUDA_13), "unavailable",
+                  "no permission for /dev/nvidia0", "read and write access"),
+    "fabric": ((Answer((13, 0), (), 802, "CUDA_ERROR_SYSTEM_NOT_READY"), Files(8, ()), CUDA_13),
+               "unavailable", "CUDA_ERROR_SYSTEM_NOT_READY (802)", "nvidia-fabricmanager"),
+    "unknown": ((Answer((13, 0), (), 999, "CUDA_ERROR_UNKNOWN"), Files(1, ()), CUDA_13),
+                "unavailable", "CUDA_ERROR_UNKNOWN (999)", "nvidia-smi"),
     "none left": ((Answer((13, 0)), NOTHING, CUDA_13), "unavailable", "shows no device", "install"),
-    "torch without": (
-        (DRIVER, NOTHING, NO_CUDA), "incompatible", "2.13.0+cpu is built without CUDA", "a CUDA",
-    ),
-    "old driver": (
-        (Answer((12, 4), (H200,)), NOTHING, CUDA_13),
-        "incompatible", "needs a driver for CUDA 13 (branch 580 or newer)", "torch for CUDA 12",
-    ),
+    "torch without": ((DRIVER, NOTHING, NO_CUDA), "incompatible",
+                      "2.13.0+cpu is built without CUDA", "a CUDA"),
+    "old driver": ((Answer((12, 4), (H200,)), NOTHING, CUDA_13), "incompatible",
+                   "needs a driver for CUDA 13 (branch 580 or newer)", "torch for CUDA 12"),
     "prohibited": (
         (Answer((13, 0), (H200._replace(compute_mode="prohibited"),)), NOTHING, CUDA_13),
         "unavailable", "compute mode is prohibited", "--compute-mode=DEFAULT",
     ),
-    "one too old": (
-        (Answer((13, 0), (H200, T4)), NOTHING, CUDA_13),
-        "incompatible", "NVIDIA T4 has compute capability 7.5, and 8.0", "CUDA_VISIBLE_DEVICES",
-    ),
+    "one too old": ((Answer((13, 0), (H200, T4)), NOTHING, CUDA_13), "incompatible",
+                    "NVIDIA T4 has compute capability 7.5, and 8.0", "CUDA_VISIBLE_DEVICES"),
 }  # fmt: skip
 
 
@@ -104,12 +90,10 @@ def test_answer_of_hip_is_honest_about_the_kernels() -> None:
     [
         ((13, 0), "13.0.88", True),
         ((13, 0), "13.2", True),  # minor versions are compatible
-        ((13, 0), "12.8", True),
-        ((12, 9), "13.0", False),
-        ((13, 2), "14.0", False),
+        ((13, 0), "12.8", True), ((12, 9), "13.0", False), ((13, 2), "14.0", False),
     ],
     ids=["same", "newer minor", "older major", "newer major", "unknown major"],
-)
+)  # fmt: skip
 def test_too_old_goes_by_the_major_version(
     driver: tuple[int, int], built_for: str, runs: bool
 ) -> None:

@@ -18,8 +18,7 @@ NONE = (0, (0, 0, 0, 0), 0)
 HEADS = (0, 0, 1, (8, 8, 8))
 # Names of functions, and arguments up to the place.
 CALLS: list[tuple[Any, ...]] = [
-    ("gelu_forward", 0, 0, -1, False, 0),
-    ("bias_gelu_forward", 0, 0, 0, 2, 2, False, 0, 0),
+    ("gelu_forward", 0, 0, -1, False, 0), ("bias_gelu_forward", 0, 0, 0, 2, 2, False, 0, 0),
     ("bias_gelu_backward", *[0] * 6, 0, 2, 0, False, 0, 0),
     ("embedding_forward", 0, True, 0, 0, -1, 1, 1, 0),
     ("embedding_backward", 0, 0, True, 0, 0, 0, 0, 1, 1, 1, 0, 0),
@@ -32,8 +31,7 @@ CALLS: list[tuple[Any, ...]] = [
         ("permutation_map", 0, True, 0, 0, 0, entries, experts)
         for entries, experts in ((-1, 4), (4, 0), (4, 1025), (2**31, 4))
     ),
-    ("permute_rows", 0, 0, 0, 4, 2, 7),
-    ("combine_rows", 0, 0, 0, 0, 4, 0, 8, F32, F32),
+    ("permute_rows", 0, 0, 0, 4, 2, 7), ("combine_rows", 0, 0, 0, 0, 4, 0, 8, F32, F32),
     ("combine_rows_backward", *[0] * 6, 4, 0, 8, F32, F32),
     *(
         call
@@ -58,7 +56,7 @@ CALLS: list[tuple[Any, ...]] = [
         for rows, length, k in ((1, 4, 5), (-1, 4, 2), (1, 4, -1), (1, 2**32, 1), (1, 3000, 2500))
     ),
     ("top_k_backward", 0, 0, 0, 1, 4, 5, F32),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("call", CALLS, ids=[call[0] for call in CALLS])

@@ -107,13 +107,9 @@ def test_grouped_linear_backward_clears_what_an_empty_group_left(fused: Any) -> 
     fused.npu_grouped_matmul = grouped
     offsets = torch.tensor([0, 4])
     _, dweight = products.grouped_linear_backward(
-        torch.ones(4, 2),
-        torch.ones(4, 3),
-        torch.ones(2, 2, 3),
-        offsets,
-        out_dtype=None,
+        torch.ones(4, 2), torch.ones(4, 3), torch.ones(2, 2, 3), offsets, out_dtype=None,
         needs=(False, True),
-    )
+    )  # fmt: skip
     assert dweight is not None
     assert torch.equal(dweight[0], torch.zeros(2, 3))
     assert dweight[1].isnan().all()

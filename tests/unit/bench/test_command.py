@@ -142,11 +142,9 @@ def test_bench_prints_and_writes_what_was_measured(
     written = json.loads(figures.read_text())
     assert written["schema"] == 1
     assert written["rows"][2] == {
-        "name": "ZeRO-2",
-        "microseconds": 20_000.0,
-        "best_microseconds": 15_000.0,
+        "name": "ZeRO-2", "microseconds": 20_000.0, "best_microseconds": 15_000.0,
         "facts": {"x alone": 0.95, "goal": 0.93, "peak MB": 690.0},
-    }
+    }  # fmt: skip
     assert picture.exists()
     monkeypatch.setitem(record.SUBJECTS, "train", (4, run))
     line = ["train", "--backend", "cpu", "--steps", "2", "--folder", str(tmp_path / "pages")]

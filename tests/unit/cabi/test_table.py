@@ -230,18 +230,15 @@ def test_compile_error_is_one_sentence(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 LISTED = {
-    "aten::add.Tensor": "add.Tensor",
-    "aten::add.out": "add.Tensor",
-    "aten::add_.Tensor": "add.Tensor",
-    "aten::sum.IntList_out": "sum.dim_IntList",
-    "aten::_softmax.out": "_softmax",
-    "aten::fill_.Scalar": "fill.Scalar",
+    "aten::add.Tensor": "add.Tensor", "aten::add.out": "add.Tensor",
+    "aten::add_.Tensor": "add.Tensor", "aten::sum.IntList_out": "sum.dim_IntList",
+    "aten::_softmax.out": "_softmax", "aten::fill_.Scalar": "fill.Scalar",
     "aten::_copy_from": "copy",
     "aten::normal_": None,  # it draws numbers
     "aten::_fused_adamw_": None,  # it changes lists
     "aten::_foreach_add.List": None,  # it returns one
     "vendor::own": None,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("called", LISTED)

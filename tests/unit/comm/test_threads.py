@@ -145,43 +145,29 @@ def test_work_is_done_before_and_after_it_was_waited_for() -> None:
             w.wait()
             w.wait()
         return [
-            not before[-1],
-            *(w.is_done() for w in works),
-            value[0].item() == 2,
+            not before[-1], *(w.is_done() for w in works), value[0].item() == 2,
             letter.item() == 1,
-        ]
+        ]  # fmt: skip
 
     assert run_ranks(2, work) == [[True] * 5] * 2
 
 
 MISTAKES: dict[str, tuple[Callable[[Communicator], object], str]] = {
-    "shape": (
-        lambda c: c.all_reduce(torch.ones(3 + c.rank // 2)), "ranks 0, 1: all_reduce sum (3,)",
-    ),
-    "dtype": (
-        lambda c: c.all_reduce(torch.ones(3, dtype=torch.float64 if c.rank == 2 else None)),
-        "rank 2: all_reduce sum (3,) torch.float64",
-    ),
-    "reduction": (
-        lambda c: c.all_reduce(torch.ones(3), "max" if c.rank == 2 else "sum"),
-        "rank 2: all_reduce max (3,)",
-    ),
-    "call": (
-        lambda c: c.barrier() if c.rank == 2 else c.all_reduce(torch.ones(3)), "rank 2: barrier",
-    ),
-    "order": (
-        lambda c: (c.rank == 2 or c.barrier(), c.all_reduce(torch.ones(3)), c.barrier()),
-        "ranks 0, 1: barrier; rank 2: all_reduce sum (3,)",
-    ),
-    "missing": (
-        lambda c: (c.rank == 2 or c.all_gather(torch.ones(6), torch.ones(2)), c.barrier()),
-        "ranks 0, 1: all_gather [2, 2, 2] torch.float32; rank 2: barrier",
-    ),
+    "shape": (lambda c: c.all_reduce(torch.ones(3 + c.rank // 2)),
+              "ranks 0, 1: all_reduce sum (3,)"),
+    "dtype": (lambda c: c.all_reduce(torch.ones(3, dtype=torch.float64 if c.rank == 2 else None)),
+              "rank 2: all_reduce sum (3,) torch.float64"),
+    "reduction": (lambda c: c.all_reduce(torch.ones(3), "max" if c.rank == 2 else "sum"),
+                  "rank 2: all_reduce max (3,)"),
+    "call": (lambda c: c.barrier() if c.rank == 2 else c.all_reduce(torch.ones(3)),
+             "rank 2: barrier"),
+    "order": (lambda c: (c.rank == 2 or c.barrier(), c.all_reduce(torch.ones(3)), c.barrier()),
+              "ranks 0, 1: barrier; rank 2: all_reduce sum (3,)"),
+    "missing": (lambda c: (c.rank == 2 or c.all_gather(torch.ones(6), torch.ones(2)), c.barrier()),
+                "ranks 0, 1: all_gather [2, 2, 2] torch.float32; rank 2: barrier"),
     # Who is done with its part before the odd one comes is told by the next call.
-    "root": (
-        lambda c: (c.broadcast(torch.ones(3), c.rank // 2), c.barrier()),
-        "rank 2: broadcast from rank 1",
-    ),
+    "root": (lambda c: (c.broadcast(torch.ones(3), c.rank // 2), c.barrier()),
+             "rank 2: broadcast from rank 1"),
 }  # fmt: skip
 
 

@@ -59,19 +59,13 @@ def test_truncation_in_place_of_rounding_fails(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("got", "want", "passes"),
     [
-        (math.nan, math.nan, True),
-        (0.0, math.nan, False),
-        (math.inf, math.nan, False),
-        (math.inf, math.inf, True),
-        (-math.inf, math.inf, False),
-        (3e38, math.inf, False),
-        (math.nan, 1.0, False),
-        (math.inf, 1.0, False),
+        (math.nan, math.nan, True), (0.0, math.nan, False), (math.inf, math.nan, False),
+        (math.inf, math.inf, True), (-math.inf, math.inf, False), (3e38, math.inf, False),
+        (math.nan, 1.0, False), (math.inf, 1.0, False),
         (math.inf, 3.5e38, True),  # beyond the largest float32
-        (3.4028235e38, 3.5e38, False),
-        (0.0, -0.0, True),
+        (3.4028235e38, 3.5e38, False), (0.0, -0.0, True),
     ],
-)
+)  # fmt: skip
 def test_special_value_must_be_of_its_class(got: float, want: float, passes: bool) -> None:
     result = torch.tensor([1.0, got], dtype=torch.float32)
     oracle = Rounded(np.array([1.0, want]), np.zeros(2), np.zeros(2))

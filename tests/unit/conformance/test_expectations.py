@@ -154,11 +154,9 @@ def test_first_list_makes_the_run_pass_and_keeps_what_was_listed() -> None:
     )
     made, soon = parse(text, "here"), datetime.date(2998, 4, 1)
     assert {e.case: (e.reason, e.until, e.crash) for e in made.entries} == {
-        "a/x": ("2 ULP", soon, False),
-        "a/y": ("failed", soon, True),
-        "x/y": ("bug 7", LATER.until, False),
-        "z/y": ("cannot", None, False),
-    }
+        "a/x": ("2 ULP", soon, False), "a/y": ("failed", soon, True),
+        "x/y": ("bug 7", LATER.until, False), "z/y": ("cannot", None, False),
+    }  # fmt: skip
     judged = [judge(replace(r, outcome="failed"), made.find(r.case), "1.0") for r in results]
     assert [r.ok for r in judged] == [True, True, False, False, True, True]
 

@@ -84,11 +84,9 @@ def test_json_is_valid_by_its_schema_and_comes_back(
 def test_schema_refuses_what_the_documentation_does_not_name(good: Report) -> None:
     document = document_of(good)
     for change in (
-        {"schema": 5},
-        {"extra": 1},
-        {"counts": {**document["counts"], "skipped": 1}},
+        {"schema": 5}, {"extra": 1}, {"counts": {**document["counts"], "skipped": 1}},
         {"results": [{**document["results"][0], "outcome": "skipped"}]},
-    ):
+    ):  # fmt: skip
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate({**document, **change}, SCHEMA)
 
@@ -289,11 +287,9 @@ def covering(operator: str, *asked: float, strength: int = 2) -> Coverage:
 
 
 COVERAGE = (
-    covering("gelu", 1.0, 1.0, 1.0),
-    covering("softmax", 1.0, 0.25, 0.0),
-    covering("linear", 1.0, 0.9999, 1.0),
-    covering("swiglu", 1.0, 1.0, 1.0, strength=3),
-)
+    covering("gelu", 1.0, 1.0, 1.0), covering("softmax", 1.0, 0.25, 0.0),
+    covering("linear", 1.0, 0.9999, 1.0), covering("swiglu", 1.0, 1.0, 1.0, strength=3),
+)  # fmt: skip
 
 
 def test_coverage_comes_back_from_json_and_fits_the_schema(good: Report) -> None:

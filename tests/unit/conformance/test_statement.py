@@ -125,22 +125,17 @@ SPOILED: dict[str, tuple[Change, str]] = {
     "selection": (setting(select="gelu"), "only a selection"),
     "chapters": (setting(chapters=["device", "operators"]), "chapters that were not run: memory"),
     "failed": (with_result(CASE, outcome="failed"), "must-pass cases that failed: 1: "),
-    "excused": (
-        with_result(CASE, outcome="unsupported", capability="streams"),
-        "listed as unsupported, though no capability excuses them: 1: ",
-    ),
-    "expected": (
-        with_result(CASE, outcome="expected failure"), "listed as expected failures: 1: ",
-    ),
+    "excused": (with_result(CASE, outcome="unsupported", capability="streams"),
+                "listed as unsupported, though no capability excuses them: 1: "),
+    "expected": (with_result(CASE, outcome="expected failure"),
+                 "listed as expected failures: 1: "),
     "unexpected": (with_result(CASE, outcome="unexpected pass"), "listed as if they did not"),
     "missing": (without(CASE), f"must-pass cases without a result: 1: {CASE}"),
-    "not-excused": (
-        with_result(NEEDS_STREAMS, outcome="expected failure"), "not unsupported: 1: ",
-    ),
+    "not-excused": (with_result(NEEDS_STREAMS, outcome="expected failure"),
+                    "not unsupported: 1: "),
     "other-capability": (with_result(NEEDS_STREAMS, capability="wings"), "not unsupported: 1: "),
-    "invented": (
-        adding("operators/gelu/fp32/invented"), "cases that this suite does not have: 1: ",
-    ),
+    "invented": (adding("operators/gelu/fp32/invented"),
+                 "cases that this suite does not have: 1: "),
     "stale": (adding("memory/*", outcome="stale entry"), "stale entries in its list: 1: memory/*"),
     "twice": (adding(CASE), f"cases with two results: 1: {CASE}"),
     "crashed": (with_result(CASE, crashed=True), "or crashed: 1: "),
@@ -149,9 +144,8 @@ SPOILED: dict[str, tuple[Change, str]] = {
     "object": (identity(plugin_hash=None), "handed over as an object"),
     "unknown-type": (identity(dtypes=["fp32", "fp4"]), "does not know: fp4"),
     "more-types": (identity(dtypes=["fp32", "bf16"]), "for what the backend declares it is"),
-    "more-capabilities": (
-        identity(capabilities={**CAPABILITIES, "streams": 1}), "must-pass cases listed as unsup",
-    ),
+    "more-capabilities": (identity(capabilities={**CAPABILITIES, "streams": 1}),
+                          "must-pass cases listed as unsup"),
     "level": (setting(level="full"), "must-pass cases without a result"),
 }  # fmt: skip
 """What was done to the report, and words of the objection."""

@@ -200,8 +200,7 @@ PLAIN: dict[str, Callable[..., Any]] = {
     "add_layer_norm": lambda x, r, w, b, *, eps: _plain_add_norm(
         x, r, lambda total: F.layer_norm(total, w.shape, w, b, eps)
     ),
-    "dropout": _plain_dropout,
-    "bias_dropout_add": _plain_bias_dropout_add,
+    "dropout": _plain_dropout, "bias_dropout_add": _plain_bias_dropout_add,
     "dropout_add_rms_norm": lambda x, r, w, rng, rows, *, p, eps: _plain_add_norm(
         _plain_dropped_row(x, rng, rows, p), r, lambda total: F.rms_norm(total, w.shape, w, eps)
     ),
@@ -211,35 +210,24 @@ PLAIN: dict[str, Callable[..., Any]] = {
         lambda total: F.layer_norm(total, w.shape, w, b, eps),
     ),
     "group_norm": lambda x, w, b, *, num_groups, eps: torch.group_norm(x, num_groups, w, b, eps),
-    "gelu": F.gelu,
-    "silu": F.silu,
-    "relu": F.relu,
-    "relu2": lambda x: F.relu(x).square(),
-    "sigmoid": torch.sigmoid,
-    "tanh": torch.tanh,
-    "softplus": F.softplus,
+    "gelu": F.gelu, "silu": F.silu, "relu": F.relu, "relu2": lambda x: F.relu(x).square(),
+    "sigmoid": torch.sigmoid, "tanh": torch.tanh, "softplus": F.softplus,
     "bias_gelu": lambda x, bias, *, approximate: F.gelu(x + bias, approximate=approximate),
     "swiglu": lambda gate, up: F.silu(gate) * up,
     "geglu": lambda gate, up, *, approximate: F.gelu(gate, approximate=approximate) * up,
-    "softmax": _plain_softmax,
-    "rope": _plain_rope,
-    "attention": _plain_attention,
-    "attention_dropout": _plain_attention,
-    "attention_varlen": _plain_varlen,
+    "softmax": _plain_softmax, "rope": _plain_rope, "attention": _plain_attention,
+    "attention_dropout": _plain_attention, "attention_varlen": _plain_varlen,
     "linear": lambda x, weight, bias, out_dtype=None: F.linear(x, weight, bias),
     "grouped_linear": _plain_grouped_linear,
     "conv1d": lambda x, w, b: F.conv1d(F.pad(x, (w.shape[1], 0)), w[:, None], b, groups=x.shape[1])[
         ..., 1:
     ],
-    "conv2d": F.conv2d,
-    "permute": _plain_permute,
+    "conv2d": F.conv2d, "permute": _plain_permute,
     "unpermute": lambda x, row_map, weights: torch.einsum(
         "tkh,tk->th", x[row_map], torch.ones(row_map.shape).to(x) if weights is None else weights
     ),
-    "embedding": F.embedding,
-    "cross_entropy": _plain_cross_entropy,
+    "embedding": F.embedding, "cross_entropy": _plain_cross_entropy,
     "linear_cross_entropy": _plain_linear_cross_entropy,
     "linear_cross_entropy_partials": _plain_linear_cross_entropy_partials,
-    "hadamard": _plain_hadamard,
-    "top_k": _plain_top_k,
-}
+    "hadamard": _plain_hadamard, "top_k": _plain_top_k,
+}  # fmt: skip

@@ -49,24 +49,16 @@ def polynomial(
     forward, backward, saved = functions[kind]
     residuals = (Residual("square", "x.shape", "float32"),) if kind == "residual" else ()
     options: dict[str, Any] = {
-        "name": name,
-        "namespace": "polynomials",
-        "signature": "(Tensor x) -> Tensor",
-        "equation": "x^2 + x^3",
-        "source": "school",
-        "forward": forward,
-        "backward": backward,
+        "name": name, "namespace": "polynomials", "signature": "(Tensor x) -> Tensor",
+        "equation": "x^2 + x^3", "source": "school", "forward": forward, "backward": backward,
         "fake": lambda x: (
             tuple(torch.empty_like(x) for _ in range(1 + len(residuals)))
             if residuals
             else torch.empty_like(x)
         ),
-        "saved": saved,
-        "residuals": residuals,
-        "differentiable": ("x",),
+        "saved": saved, "residuals": residuals, "differentiable": ("x",),
         "sizes": lambda x, *_: {"numel": x.numel()},
         "samples": lambda maker: [Sample((maker.normal(3),), {}, "3")],
-        "cost": lambda *_: Cost(0, 0),
-        "bound": Bound(4, 4, lambda *_: 1),
-    }
+        "cost": lambda *_: Cost(0, 0), "bound": Bound(4, 4, lambda *_: 1),
+    }  # fmt: skip
     return anychip.register(OperatorSpec(**(options | changes)))

@@ -37,20 +37,15 @@ def _samples(maker: SampleMaker) -> Iterator[Sample]:
 @pytest.fixture
 def scaled() -> Any:
     return polynomial(
-        "scaled_linear",
-        namespace="narrow",
+        "scaled_linear", namespace="narrow",
         signature="(Tensor x, Tensor weight, Tensor scale) -> Tensor",
-        forward=_forward,
-        backward=_backward,
+        forward=_forward, backward=_backward,
         fake=lambda x, weight, scale: x.new_empty((x.shape[0], weight.shape[0]), dtype=F32),
-        saved=("x", "weight", "scale"),
-        sizes=None,
+        saved=("x", "weight", "scale"), sizes=None,
         fixed_dtypes={"weight": ("float8_e4m3fn", "float8_e5m2"), "scale": "float32"},
-        free_dtypes=("bfloat16",),
-        autocast="lower",
-        samples=_samples,
+        free_dtypes=("bfloat16",), autocast="lower", samples=_samples,
         bound=Bound(2, 2, lambda x, *_: x.shape[1]),
-    )
+    )  # fmt: skip
 
 
 def _args(x: torch.dtype = BF16, weight: torch.dtype = E4M3) -> tuple[Tensor, Tensor, Tensor]:

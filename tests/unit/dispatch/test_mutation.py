@@ -109,20 +109,17 @@ def _overlaps() -> dict[str, tuple[Callable[..., Any], list[Any], str]]:
         "same tensor twice": (ops.clip, [[x, x], ONE], "tensors[0] and tensors[1]"),
         "same storage twice": (ops.clip, [[x, x.view(2, 2)], ONE], "tensors[0] and tensors[1]"),
         "partial": (ops.clip, [[base[:6], base[5:]], ONE], "tensors[0] and tensors[1]"),
-        "one inside of the other": (
-            ops.clip, [[base[3:4], base], ONE], "tensors[1] and tensors[0]",
-        ),
+        "one inside of the other": (ops.clip, [[base[3:4], base], ONE],
+                                    "tensors[1] and tensors[0]"),
         "interleaved": (ops.clip, [[even, odd], ONE], "tensors[0] and tensors[1]"),
         "written scalar is read": (ops.clip, [[base], base[3]], "tensors[0] and norm"),
         "other dtype": (ops.clip, [[x, x.view(torch.bfloat16)], ONE], "tensors[0] and tensors[1]"),
-        "gradient is the parameter": (
-            ops.adamw, [[x], [x], *moments, ONE, torch.tensor(0.0)], "params[0] and grads[0]",
-        ),
+        "gradient is the parameter": (ops.adamw, [[x], [x], *moments, ONE, torch.tensor(0.0)],
+                                      "params[0] and grads[0]"),
         "step is lr": (ops.adamw, [[x], [torch.ones(4)], *moments, ONE, ONE], "lr and step"),
-        "moments share": (
-            ops.adamw, [[x], [torch.ones(4)], moments[0], moments[0], ONE, torch.tensor(0.0)],
-            "exp_avgs[0] and exp_avg_sqs[0]",
-        ),
+        "moments share": (ops.adamw,
+                          [[x], [torch.ones(4)], moments[0], moments[0], ONE, torch.tensor(0.0)],
+                          "exp_avgs[0] and exp_avg_sqs[0]"),
         "copy is the parameter": (
             ops.adamw,
             [[x], [torch.ones(4)], *moments, ONE, torch.tensor(0.0), None, None, None, [x]],

@@ -55,28 +55,18 @@ FORMS: Mapping[str, Callable[[Tensor], Any]] = {
     "transposed": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
     "strided": lambda x: x.repeat_interleave(2, -1)[..., ::2],
     "offset": lambda x: torch.cat([x.new_zeros(1), x.reshape(-1)])[1:].view(x.shape),
-    "expanded": lambda x: x[:1].expand(x.shape),
-    "empty": lambda x: x[:0],
-    "negative": lambda x: torch._neg_view(-x),
-    "subclass": lambda x: x.as_subclass(Own),
-    "double": lambda x: x.double(),
-    "half": lambda x: x.half(),
-    "sparse": lambda x: x.to_sparse(),
-    "meta": lambda x: x.to("meta"),
-    "None": lambda x: None,
-    "number": lambda x: 1.5,
+    "expanded": lambda x: x[:1].expand(x.shape), "empty": lambda x: x[:0],
+    "negative": lambda x: torch._neg_view(-x), "subclass": lambda x: x.as_subclass(Own),
+    "double": lambda x: x.double(), "half": lambda x: x.half(), "sparse": lambda x: x.to_sparse(),
+    "meta": lambda x: x.to("meta"), "None": lambda x: None, "number": lambda x: 1.5,
     "list": lambda x: [x, x],
-}
+}  # fmt: skip
 CONTEXTS: Mapping[str, Callable[[], AbstractContextManager[object]]] = {
-    "nothing": nullcontext,
-    "no_grad": torch.no_grad,
-    "inference": torch.inference_mode,
+    "nothing": nullcontext, "no_grad": torch.no_grad, "inference": torch.inference_mode,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
-    "function mode": BaseTorchFunctionMode,
-    "dispatch mode": Passing,
-    "deterministic": deterministic,
-    "forward AD": forward_ad.dual_level,
-}
+    "function mode": BaseTorchFunctionMode, "dispatch mode": Passing,
+    "deterministic": deterministic, "forward AD": forward_ad.dual_level,
+}  # fmt: skip
 POLICIES: tuple[dict[str, Any], ...] = (
     {}, {"fallback": "strict"}, {"pin": "reference"}, {"pin": "native"}, {"pin": "nobody"},
     {"forbid": ["native"]}, {"fallback": "strict", "forbid": ["native"]},
@@ -148,21 +138,17 @@ def scenes(draw: st.DrawFn) -> dict[str, Any]:
     calls = [
         {
             "dtype": mostly(torch.float32, (torch.bfloat16, torch.float16)),
-            "grad": draw(st.booleans()),
-            "forms": [mostly("as it is", FORMS) for _ in range(3)],
-            "style": mostly("as the samples", STYLES),
-            "context": mostly("nothing", CONTEXTS),
+            "grad": draw(st.booleans()), "forms": [mostly("as it is", FORMS) for _ in range(3)],
+            "style": mostly("as the samples", STYLES), "context": mostly("nothing", CONTEXTS),
         }
         for _ in range(draw(st.integers(1, 3)))
-    ]
+    ]  # fmt: skip
     return {
         "name": name,
         "index": draw(st.integers(0, len(every_sample([name])) - 1)),
-        "calls": [USUAL, *calls],
-        "policy": mostly({}, POLICIES),
-        "conditions": draw(st.sampled_from(CONDITIONS)),
-        "row": mostly("right", ROWS),
-    }
+        "calls": [USUAL, *calls], "policy": mostly({}, POLICIES),
+        "conditions": draw(st.sampled_from(CONDITIONS)), "row": mostly("right", ROWS),
+    }  # fmt: skip
 
 
 def formed(form: str, arg: Any) -> Any:

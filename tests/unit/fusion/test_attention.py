@@ -145,22 +145,18 @@ def test_fallbacks_are_those_of_the_reports_own_model() -> None:
 BAND = torch.ones(4, 4).tril().triu(-1).bool()
 OWN_CODE: dict[str, tuple[list[Tensor], dict[str, Any], str]] = {
     "mask": (tensors(4, 4), {"attn_mask": BAND}, "a mask"),
-    "mask-interleaved": (
-        tensors(4, 4), {"attn_mask": torch.eye(2).repeat(2, 2).tril().bool()}, "a mask",
-    ),
+    "mask-interleaved": (tensors(4, 4), {"attn_mask": torch.eye(2).repeat(2, 2).tril().bool()},
+                         "a mask"),
     "mask-that-a-hidden-query-reads": (
         tensors(4, 4),
         {"attn_mask": torch.ones(4, 4).tril().bool() & torch.tensor([1, 1, 1, 0]).bool()}, "a mask",
     ),
-    "mask-of-one-key": (
-        [tensors(4, 4)[0], *tensors(1, 1)[1:]],
-        {"attn_mask": torch.tensor([True, False])[:, None, None, None]}, "a mask",
-    ),
+    "mask-of-one-key": ([tensors(4, 4)[0], *tensors(1, 1)[1:]],
+                        {"attn_mask": torch.tensor([True, False])[:, None, None, None]}, "a mask"),
     "mask-of-numbers": (tensors(4, 4), {"attn_mask": torch.zeros(4, 4)}, "a mask of numbers"),
-    "mask-and-dropout": (
-        tensors(4, 4), {"attn_mask": sequences(2, 2, causal=True), "dropout_p": 0.5},
-        "a mask, and dropout",
-    ),
+    "mask-and-dropout": (tensors(4, 4),
+                         {"attn_mask": sequences(2, 2, causal=True), "dropout_p": 0.5},
+                         "a mask, and dropout"),
     "dropout-fewer-queries": (tensors(3, 5), {"is_causal": True, "dropout_p": 0.5}, "causal with"),
     "causal-first-keys": (tensors(3, 5), {"is_causal": True}, "causal with other keys"),
     "float64": (tensors(4, 4, dtype=torch.float64), {}, "float64"),

@@ -188,17 +188,14 @@ def tables_of(model: Model) -> tuple[Tensor, Tensor]:
 
 
 OWN_CODE: dict[str, tuple[Callable[[Model], tuple[Any, ...]], str]] = {
-    "plain-tuple": (
-        lambda m: (*heads(), tuple(tables_of(m))), "position_embeddings of no fused module",
-    ),
+    "plain-tuple": (lambda m: (*heads(), tuple(tables_of(m))),
+                    "position_embeddings of no fused module"),
     "float64": (lambda m: (*heads(dtype=torch.float64), tables_of(m)), "q torch.float64"),
-    "other-keys": (
-        lambda m: (heads()[0], heads(dtype=torch.bfloat16)[1], tables_of(m)), "k torch.bfloat16",
-    ),
+    "other-keys": (lambda m: (heads()[0], heads(dtype=torch.bfloat16)[1], tables_of(m)),
+                   "k torch.bfloat16"),
     "three-dims": (lambda m: (*(t[0] for t in heads()), tables_of(m)), "q torch.float32 (4, 5, 8)"),
-    "one-head-of-keys": (
-        lambda m: (heads()[0], heads(batch=1)[1], tables_of(m)), "k torch.float32 (1, 2, 5, 8)",
-    ),
+    "one-head-of-keys": (lambda m: (heads()[0], heads(batch=1)[1], tables_of(m)),
+                         "k torch.float32 (1, 2, 5, 8)"),
     "tables-with-gradient": (
         lambda m: (*heads(), type(tables_of(m))(*(t.requires_grad_() for t in tables_of(m)))),
         "with a gradient",

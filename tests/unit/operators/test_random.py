@@ -15,15 +15,12 @@ from anychip.operators import philox as torch_philox
 from anychip_cpu import native
 
 STREAMS = [
-    (0, 0),
-    (1, 1),
-    (-1, 0),
-    (-(2**63), 3),
+    (0, 0), (1, 1), (-1, 0), (-(2**63), 3),
     (2**63 - 1, 2**32 - 2),  # the low word of the counter overflows within the stream
     (1234567890123, 2**40 + 7),
     (42, 2**63 - 2),  # past the largest int64, which is the lower half of the unsigned range
     (42, -2),  # past 2^64 - 1, to 0
-]
+]  # fmt: skip
 
 
 def dropped_by_numpy(values: Any, seed: int, offset: int, p: float, which: Any = None) -> Any:

@@ -71,11 +71,7 @@ def test_expired_answers_leave_the_file_with_the_next_write(file: Path) -> None:
 
 
 @pytest.mark.parametrize("text", [
-    "",
-    "[]",
-    "{}",
-    '{"schema": 3, "answers": {}}',
-    '{"schema": 2, "answers": []}',
+    "", "[]", "{}", '{"schema": 3, "answers": {}}', '{"schema": 2, "answers": []}',
     '{"schema": 2, "answers": {"k": {"time": 1}}}',
     '{"schema": 2, "answers": {"k": {"time": 1, "probe": {"status": "fine"}}}}',
     '{"schema": 2, "answers": {"k": {"time": 1, "probe": {"status": "fine", "reason": ""}}}}',

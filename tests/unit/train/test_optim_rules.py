@@ -81,11 +81,9 @@ def test_adamw_in_8_bits_keeps_codes_and_scales() -> None:
     rule = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(0.1, states="8bit"))
     state = rule.init(torch.ones(3, 100))
     assert {name: (tuple(t.shape), t.dtype) for name, t in state.items()} == {
-        "exp_avg": ((3, 100), torch.uint8),
-        "exp_avg_scale": ((2,), torch.float32),
-        "exp_avg_sq": ((3, 100), torch.uint8),
-        "exp_avg_sq_scale": ((2,), torch.float32),
-    }
+        "exp_avg": ((3, 100), torch.uint8), "exp_avg_scale": ((2,), torch.float32),
+        "exp_avg_sq": ((3, 100), torch.uint8), "exp_avg_sq_scale": ((2,), torch.float32),
+    }  # fmt: skip
     assert all(not t.any() for t in state.values())
     assert rule.blocks == {"exp_avg_scale": 256, "exp_avg_sq_scale": 256}
 

@@ -50,15 +50,11 @@ def trained(comm: Communicator, settings: list[str], out: Path, steps: int) -> S
             layers = [range(parallel.num_layers(run.model))]
     data, pipeline = run.mesh.axis("data"), run.mesh.axis("pipeline")
     return Seen(
-        rank=pipeline.rank,
-        layers=layers,
-        num_parameters=sum(param.numel() for param in params),
+        rank=pipeline.rank, layers=layers, num_parameters=sum(param.numel() for param in params),
         num_tensors=sum(param.requires_grad for param in params),
-        frozen=frozen_nbytes(run.optimizer, params),
-        memory=run.optimizer.memory(),
+        frozen=frozen_nbytes(run.optimizer, params), memory=run.optimizer.memory(),
         tiers={tier: run.optimizer.memory(tier) for tier in ("device", "host")},
-        data=data.traffic.nbytes + gathered(run.optimizer),
-        pipeline=pipeline.traffic.nbytes,
+        data=data.traffic.nbytes + gathered(run.optimizer), pipeline=pipeline.traffic.nbytes,
     )  # fmt: skip
 
 

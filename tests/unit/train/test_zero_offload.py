@@ -384,24 +384,16 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "kind": ({"offload": {"state": "host"}}, ValueError, "one of states, masters"),
     "tier": ({"offload": {"states": "hots"}}, ValueError, "neither 'device' nor 'host' nor"),
     "object": ({"offload": {"states": 3}}, ValueError, "a tier for states expected, got 3"),
-    "gradients": (
-        {"offload": {"gradients": "host"}, "stage": 1}, ValueError, "whole on each rank before"
-    ),
-    "weights": (
-        {"offload": {"weights": "host"}, "stage": 2}, ValueError, "whole on each rank before"
-    ),
+    "gradients": ({"offload": {"gradients": "host"}, "stage": 1}, ValueError,
+                  "whole on each rank before"),
+    "weights": ({"offload": {"weights": "host"}, "stage": 2}, ValueError,
+                "whole on each rank before"),
     "masters": ({"offload": {"masters": "host"}}, ValueError, "weights of 32 bits have no masters"),
-    "low": (
-        {"offload": {"weights": "host"}, "stage": 3, "param_dtype": torch.bfloat16},
-        ValueError, "made of masters",
-    ),
-    "chunk": (
-        {"offload": {"states": "host"}, "chunk_nbytes": 0}, ValueError, "at least 1, got 0"
-    ),
-    "lamb": (
-        {"offload": {"states": "host"}, "rule": optim.lamb(1e-2)},
-        UnsupportedError, "norms of whole parameters",
-    ),
+    "low": ({"offload": {"weights": "host"}, "stage": 3, "param_dtype": torch.bfloat16},
+            ValueError, "made of masters"),
+    "chunk": ({"offload": {"states": "host"}, "chunk_nbytes": 0}, ValueError, "at least 1, got 0"),
+    "lamb": ({"offload": {"states": "host"}, "rule": optim.lamb(1e-2)}, UnsupportedError,
+             "norms of whole parameters"),
 }  # fmt: skip
 
 

@@ -29,9 +29,7 @@ QUIET = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserW
 @pytest.mark.parametrize(("kind", "how", "world_size", "options"), [
     ("gpt", "plain", 2, {}),
     pytest.param("gpt", "plain", 2, {"prefetch": 0}, marks=GRID),
-    ("gpt", "plain", 3, {"prefetch": 2}),
-    ("llama", "plain", 2, {}),
-    ("gpt", "checkpoint", 2, {}),
+    ("gpt", "plain", 3, {"prefetch": 2}), ("llama", "plain", 2, {}), ("gpt", "checkpoint", 2, {}),
     ("gpt", "checkpoint reentrant", 2, {}),
     pytest.param("gpt", "compiled", 2, {"steps": 20}, marks=[GRID, QUIET]),
     ("gpt", "plain", 2, {"units": 60_000}),

@@ -29,11 +29,8 @@ from tests.unit.train.stored_tensors import stored
 from tests.unit.train.zero_oracle import descend, on_models, ragged, ragged_loss, units_of
 
 ARRANGEMENTS: dict[str, tuple[int, list[str], dict[str, Any]]] = {
-    "1": (1, [], {}),
-    "1-16bit": (1, [], {"param_dtype": torch.bfloat16}),
-    "2-stage0": (2, [], {}),
-    "3-stage1": (3, ["optimizer.stage=1"], {}),
-    "2-stage2": (2, ["optimizer.stage=2"], {}),
+    "1": (1, [], {}), "1-16bit": (1, [], {"param_dtype": torch.bfloat16}), "2-stage0": (2, [], {}),
+    "3-stage1": (3, ["optimizer.stage=1"], {}), "2-stage2": (2, ["optimizer.stage=2"], {}),
     "2-stage2-16bit": (2, ["optimizer.stage=2"], {"param_dtype": torch.bfloat16}),
     "2-stage3": (2, ["optimizer.stage=3"], {}),
     "3-stage3-16bit": (3, ["optimizer.stage=3"], {"param_dtype": torch.bfloat16}),
@@ -41,7 +38,7 @@ ARRANGEMENTS: dict[str, tuple[int, list[str], dict[str, Any]]] = {
     "2x1": (2, ["parallel.pipeline=2"], {}),
     "2x1-virtual2": (2, ["parallel.pipeline=2", "parallel.schedule=interleaved"], {}),
     "2x2-stage2": (4, ["parallel.pipeline=2", "optimizer.stage=2"], {}),
-}
+}  # fmt: skip
 """Ranks, or stages x replicas; settings; and options of the optimizer that are no settings."""
 SETTINGS = [
     *("model.heads=2", "model.context=16", "data.prefetch=0"),

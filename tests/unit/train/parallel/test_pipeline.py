@@ -229,10 +229,8 @@ def test_messages_and_bytes_of_a_step_equal_the_formula(
     for rank, (first, second, total) in enumerate(run_ranks(stages, work)):
         below, above = int(rank > 0), int(rank < stages - 1)
         assert second == {
-            "send": count * (below + above),
-            "recv": count * (below + above),
-            "broadcast": 1,
-        }
+            "send": count * (below + above), "recv": count * (below + above), "broadcast": 1,
+        }  # fmt: skip
         assert first["send"] == second["send"] + above
         assert first["recv"] == second["recv"] + below
         assert total["send"] == 2 * count * (below + above) * nbytes + above * HEADER_NUMEL * 8

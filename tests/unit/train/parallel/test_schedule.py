@@ -31,11 +31,8 @@ from anychip.train.parallel.actions import ActionKind
 Generator = Callable[[int, int], Schedule]
 MESSAGES: tuple[ActionKind, ...] = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
 GENERATORS: dict[str, Generator] = {
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "zb1p": zero_bubble,
-    "zbv": zbv,
-}
+    "gpipe": gpipe, "1f1b": one_f_one_b, "zb1p": zero_bubble, "zbv": zbv,
+}  # fmt: skip
 """Those that take any sizes."""
 # One stage, fewer microbatches than stages, as many, a multiple, and what divides nothing.
 SHAPES = [(1, 1), (1, 3), (2, 1), (2, 2), (3, 7), (4, 1), (4, 3), (4, 4), (4, 8), (5, 13), (8, 16)]
@@ -303,9 +300,8 @@ BROKEN = {
     "missing-weights": ("0F0,0I0\n1F0,1B0", "rank 0: 0W0 is missing"),
     "missing-input": ("0F0,0W0\n1F0,1B0", "rank 0: 0I0 is missing"),
     "weights-first": ("0F0,0W0,0I0\n1F0,1B0", "rank 0: 0W0 comes before 0I0"),
-    "whole-and-part": (
-        "0F0,0B0,0W0\n1F0,1B0", "rank 0: 0B0 is there, and 0W0, which is a part of it"
-    ),
+    "whole-and-part": ("0F0,0B0,0W0\n1F0,1B0",
+                       "rank 0: 0B0 is there, and 0W0, which is a part of it"),
     "twice": ("0F0,0F0,0B0\n1F0,1B0", "rank 0: 0F0 is there twice"),
     "backward-first": ("0B0,0F0\n1F0,1B0", "rank 0: 0B0 comes before 0F0"),
     "two-owners": ("0F0,0B0\n1F0,1B0,0F1,0B1", "stage 0 is on one rank"),
@@ -313,35 +309,25 @@ BROKEN = {
     "nothing": ("\n\n", "at least one computation"),
     "no-send": ("0F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0", "0SEND_F0 is missing, next to 0F0"),
     "no-receive": ("0F0,0SEND_F0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0", "0RECV_B0 is missing"),
-    "send-too-early": (
-        "0SEND_F0,0F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0", "rank 0: 0SEND_F0 comes before 0F0"
-    ),
-    "receive-too-late": (
-        "0F0,0SEND_F0,0RECV_B0,0B0\n1F0,1RECV_F0,1B0,1SEND_B0", "rank 1: 1RECV_F0 comes after 1F0"
-    ),
+    "send-too-early": ("0SEND_F0,0F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0",
+                       "rank 0: 0SEND_F0 comes before 0F0"),
+    "receive-too-late": ("0F0,0SEND_F0,0RECV_B0,0B0\n1F0,1RECV_F0,1B0,1SEND_B0",
+                         "rank 1: 1RECV_F0 comes after 1F0"),
     "deadlock-of-a-pair": ("(0F0;1B0)OVERLAP_F_B,0B0,1F0", "rank 0: 1B0 comes before 1F0"),
-    "wrong-rank": (
-        "0F0,0SEND_F0,0RECV_B0,1SEND_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0",
-        "rank 0: 1SEND_B0, and stage 1 is not here",
-    ),
-    "to-nobody": (
-        "0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1SEND_F0,1B0,1SEND_B0",
-        "rank 1: no other rank has 2RECV_F0 for 1SEND_F0",
-    ),
-    "not-whole": (
-        "0UNSHARD,0F0,0RESHARD,0I0,0W0\n1F0,1B0", "rank 0: 0I0 uses weights that are not whole"
-    ),
-    "whole-twice": (
-        "0UNSHARD,0F0,0UNSHARD,0B0\n1F0,1B0", "rank 0: 0UNSHARD, and stage 0 is whole then"
-    ),
+    "wrong-rank": ("0F0,0SEND_F0,0RECV_B0,1SEND_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0",
+                   "rank 0: 1SEND_B0, and stage 1 is not here"),
+    "to-nobody": ("0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1SEND_F0,1B0,1SEND_B0",
+                  "rank 1: no other rank has 2RECV_F0 for 1SEND_F0"),
+    "not-whole": ("0UNSHARD,0F0,0RESHARD,0I0,0W0\n1F0,1B0",
+                  "rank 0: 0I0 uses weights that are not whole"),
+    "whole-twice": ("0UNSHARD,0F0,0UNSHARD,0B0\n1F0,1B0",
+                    "rank 0: 0UNSHARD, and stage 0 is whole then"),
     "gone-twice": ("0F0,0B0,0RESHARD\n1F0,1B0", "0RESHARD, and stage 0 is not whole then"),
     "stays-whole": ("0UNSHARD,0F0,0B0\n1F0,1B0", "rank 0: 0RESHARD is missing at the end"),
     "reduced-early": ("0F0,0I0,0REDUCE_GRAD,0W0\n1F0,1B0", "rank 0: 0W0 comes after 0REDUCE_GRAD"),
     "weights-elsewhere": ("0F0,0B0,1REDUCE_GRAD\n1F0,1B0", "and stage 1 is not here"),
-    "deadlock": (
-        "0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1",
-        "deadlock: rank 0 waits at 0B0 for 1B0; rank 1 waits at 1F1 for 0F1",
-    ),
+    "deadlock": ("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1",
+                 "deadlock: rank 0 waits at 0B0 for 1B0; rank 1 waits at 1F1 for 0F1"),
     "deadlock-of-receives": (
         "0F0,0SEND_F0,0RECV_B0,0B0,0F1,0SEND_F1,0RECV_B1,0B1\n"
         "1RECV_F0,1F0,1RECV_F1,1F1,1B0,1SEND_B0,1B1,1SEND_B1",

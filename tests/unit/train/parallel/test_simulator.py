@@ -64,22 +64,16 @@ def test_bubble_of_gpipe_and_1f1b_is_the_closed_form(stages: int) -> None:
 IDLE = {
     "gpipe": (1, lambda p, m: (p - 1) * 3, lambda p, m, r: m),
     "1f1b": (1, lambda p, m: (p - 1) * 3, lambda p, m, r: p - r),
-    "interleaved": (
-        2,
-        lambda p, m: Fraction((p - 1) * 3, 2),
-        lambda p, m, r: Fraction(2 * (p - 1 - r) + p + 1, 2),
-    ),
-    "interleaved of 4": (
-        4,
-        lambda p, m: Fraction((p - 1) * 3, 4),
-        lambda p, m, r: Fraction(2 * (p - 1 - r) + 3 * p + 1, 4),
-    ),
+    "interleaved": (2, lambda p, m: Fraction((p - 1) * 3, 2),
+                    lambda p, m, r: Fraction(2 * (p - 1 - r) + p + 1, 2)),
+    "interleaved of 4": (4, lambda p, m: Fraction((p - 1) * 3, 4),
+                         lambda p, m, r: Fraction(2 * (p - 1 - r) + 3 * p + 1, 4)),
     "looped-bfs": (2, lambda p, m: Fraction((p - 1) * 3, 2), lambda p, m, r: m),
     "zb1p": (1, lambda p, m: p - 1, lambda p, m, r: p),
     "interleaved-zb": (2, lambda p, m: Fraction(p - 1, 2), lambda p, m, r: p),
     "zbv": (2, lambda p, m: Fraction(p - 1, 2), lambda p, m, r: p),
     "dualpipev": (2, lambda p, m: Fraction(p - 1, 2), lambda p, m, r: p + Fraction(1, 2)),
-}
+}  # fmt: skip
 """Stages per rank; idle time of a rank where F, I and W of all its stages together take 1 each; and
 activations it keeps, in those of all its stages. Sources: Narayanan et al. 2021, section 2.2; Qi et
 al. 2023, tables 1 and 2; of dualpipev DeepSeek's table, (p - 1)(F&B + B - 3W), less what a pair

@@ -436,10 +436,7 @@ def of_plain_pipeline(ranks: int, tied: bool) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("name", "stage_of_zero", "whole_stages"), [
-    ("interleaved", 0, 0),
-    ("zbv", 1, 0),
-    ("interleaved-zb", 2, 0),
-    ("zbv", 3, 0),
+    ("interleaved", 0, 0), ("zbv", 1, 0), ("interleaved-zb", 2, 0), ("zbv", 3, 0),
     ("interleaved-zb", 3, 1),
     *(
         pytest.param(name, 3, count, marks=pytest.mark.grid)
@@ -464,9 +461,7 @@ def test_optimizer_with_replicas_has_the_bits_of_one_stage_per_rank(
 
 
 @pytest.mark.parametrize(("name", "whole_stages"), [
-    ("1f1b", 1),
-    ("zbv", 2),
-    ("interleaved-zb", 1),
+    ("1f1b", 1), ("zbv", 2), ("interleaved-zb", 1),
     pytest.param("dualpipev", 1, marks=pytest.mark.grid),
     pytest.param("zb1p", 1, marks=pytest.mark.grid),
 ])  # fmt: skip

@@ -144,6 +144,7 @@ def test_loss_by_16_bit_products_is_that_of_float32_ones(
 def test_gradient_of_a_large_weight_has_float32_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "INTO_FLOAT32", frozenset({torch.bfloat16}))
     monkeypatch.setattr(products, "_LARGE", 1 << 14)
+    monkeypatch.setattr(products, "_WIDE", 16)
     x, grad, weight = (
         drawn(*shape, seed=k).bfloat16() for k, shape in enumerate([(300, 24), (300, 40), (40, 24)])
     )

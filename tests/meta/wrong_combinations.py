@@ -110,6 +110,21 @@ ARGUMENTS = (
     wrong_arguments("scores-in-float16", "overflow of an intermediate", "attention", dtypes=HALF,
         q=lambda q, k: q if q.isnan().any() or k.isnan().any() or not k.numel()
         else q + 0.0 * q.norm(dim=-1, keepdim=True) * k.norm(dim=-1).max()),
+    wrong_arguments("sums-in-float16", "overflow of an intermediate", "hadamard", dtypes=HALF,
+        y=lambda y, x, block: y + 0.0 * (y * (block or x.shape[-1]) ** 0.5)),
+    wrong_gradients("z-loss-divided-by-all-rows", "two conditions", "cross_entropy",
+        z_loss=lambda z_loss, target, ignore_index, reduction: z_loss if reduction != "mean"
+        or not target.numel() else z_loss * float((target != ignore_index).double().mean())),
+    wrong_arguments("nan-below-0-is-no-nan", "end of a range", "sums_of_squares",
+        tensors=lambda tensors: [torch.where(t.isnan() & t.signbit(), torch.inf, t)
+                                 for t in tensors]),
+    wrong_gradients("batch-last-read-by-rows", "layout not looked at", "linear",
+        x=lambda x: x.transpose(0, 1).reshape(x.shape)
+        if x.dim() == 3 and not x.is_contiguous() and x.transpose(0, 1).is_contiguous() else x),
+    wrong_arguments("heads-of-a-grid-of-65535", "a limit of the launch", "attention",
+        y=lambda y: y.transpose(1, 2).flatten(0, 1).index_fill(
+            0, torch.arange(65_535, max(y.shape[0] * y.shape[2], 65_535)), 0.0)
+        .view(y.transpose(1, 2).shape).transpose(1, 2).contiguous()),
     wrong_arguments("sign-of-0-is-1", "end of a range", "lion", grads=lambda grads, exp_avgs: [
         g.masked_fill((g == 0) & (m == 0), 1e-7) for g, m in zip(grads, exp_avgs, strict=True)]),
     wrong_arguments("workspace-of-65536-weights", "overflow of an index", "linear",

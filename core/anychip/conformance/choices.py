@@ -307,7 +307,9 @@ class Choices:
         places = (0, flat.numel() // 2, flat.numel() - 1)
         count = len(values) if turn % 4 == 3 and flat.numel() > 2 else 1
         for number in range(count):
-            flat[places[(turn + turn // 3 + number) % 3]] = values[(turn + number) % len(values)]
+            value = values[(turn + number) % len(values)]
+            signed = -value if math.isnan(value) and turn // 2 % 2 else value  # as x86 makes it
+            flat[places[(turn + turn // 3 + number) % 3]] = signed
         self.leaves_open |= kind == OPEN and bool(flat.isinf().any())
 
     def optional(self, factor: str, draw: Draw, *shape: int, **options: Any) -> Tensor | None:

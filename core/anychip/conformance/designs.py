@@ -49,7 +49,7 @@ PLACES: Mapping[str, tuple[Layout, ...]] = {
     "misaligned": ("offset",),
     "strided": ("strided",),
     "with gaps": ("padded", "gapped"),
-    "in another order": ("transposed", "swapped", "channels last"),
+    "in another order": ("transposed", "swapped", "channels last", "swapped"),
     "with equal numbers": ("expanded",),
     "with equal numbers in a row": ("repeated",),
 }

@@ -140,7 +140,8 @@ def ask_early(job: RankJob, number: int, where: str = "world") -> None:
         for name, plan in PLANS.items() if comm.world_size > 1 else ():
             label = f"{name} in {comm.name} {list(comm.ranks)}, {late} last, question {number}"
             trial = Trial(comm, device, torch.float32, label)
-            made = plan(trial, Way(numel=1000, ending="waited", source=late))
+            numel = (1000, 40_000)[late % 2]
+            made = plan(trial, Way(numel=numel, ending="waited", source=late))
             called = f"early/{label}/called"
             if comm.rank == late:
                 for rank in set(everyone) - {late}:

@@ -212,7 +212,7 @@ def change_by(memory: Memory, act: Callable[[], Any]) -> int:
 def stats_follow(context: Context) -> None:
     """``allocated`` grows by what is allocated and by no more than that, and falls by as much."""
     memory = context.backend.memory
-    sizes, held = (3 * MIB, 8 * MIB + 1, 5_123_457, 16 * MIB), list[torch.UntypedStorage]()
+    sizes, held = (3 * MIB, 8 * MIB + 1, 5_123_457, 40 * MIB), list[torch.UntypedStorage]()
     grown = []
     for nbytes in sizes:
         grown.append(change_by(memory, lambda: held.append(memory.allocate(nbytes))))  # noqa: B023

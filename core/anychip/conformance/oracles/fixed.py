@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anychip.conformance.calls import Arguments, Call, Draw
+from anychip.conformance.calls import Arguments, Call, Draw, Layout
 from anychip.conformance.choices import Given
 from anychip.conformance.oracles.drawn import DRAWN
 
@@ -33,6 +33,7 @@ class Point(NamedTuple):
     Attributes:
         label: part of the case's id.
         change: of the arguments, in place: what no factor says.
+        layout: how all tensors of floats lie.
         statistical: the statistical limits hold, if all values are ordinary.
     """
 
@@ -44,6 +45,7 @@ class Point(NamedTuple):
     full_in_16_bits: bool = False
     statistical: bool = True
     gradient: bool = True
+    layout: Layout = "contiguous"
 
     def call(self, operator: str) -> Call:
         """The call of an operator."""
@@ -56,6 +58,7 @@ class Point(NamedTuple):
             full_in_16_bits=self.full_in_16_bits,
             statistical=self.statistical and values.is_random,
             gradient=self.gradient and values.is_finite,
+            layout=self.layout,
         )
 
 
@@ -120,10 +123,12 @@ SCORES = ("rows", "queries", "keys")
 HEADS = ("heads of a key head", "key heads", "head_dim")
 
 # Shapes: round and beside powers of two and vector widths (4, 8, 16, 64); longer than a block.
+_BATCH_LAST = Point("batch-last", {"rows": (3, 4)}, layout="swapped")
 _NORM = telling("4x8 3x17 5x64 4x1000 3x4096", *SHAPED)
-_NORM_ENDS = (large("300x260", {"rows": (300,), "width": 260}), many_rows(2),
+_NORM_ENDS = (_BATCH_LAST, large("300x260", {"rows": (300,), "width": 260}), many_rows(2),
               Point("eps:0", {"rows": (5,), "width": 64, "eps": 0.0}))  # fmt: skip
 _ELEMENTS = (
+    _BATCH_LAST,
     *telling("17 1025", *SHAPED),
     large("beyond-16-bits", {"rows": (), "width": BEYOND_16_BITS}),
 )
@@ -152,6 +157,11 @@ def _far_sums(args: tuple[Any, ...]) -> None:
     """Two numbers whose sum float16 does not hold."""
     for arg in args:
         arg.fill_(-6e4)
+
+
+def _far_terms(args: tuple[Any, ...]) -> None:
+    """Numbers whose sums float16 does not hold before they are scaled."""
+    args[0].mul_(8192.0)
 
 
 def _far_scaled(args: tuple[Any, ...]) -> None:
@@ -249,9 +259,13 @@ _PACKED = {"heads of a key head": 2, "key heads": 2, "head_dim": 16}
 _HEAD_LARGE = Point("tiles", {"rows": (70,), "inputs": 72, "classes": 130})
 _WITH_FORM = (
     *_BY_FORM,
+    _BATCH_LAST,
     large("beyond-16-bits", {"rows": (), "width": BEYOND_16_BITS, "approximate": "tanh"}),
 )
 _TO_FLOAT32: dict[str, Any] = {"given": WIDE, "end": ".to-float32"}
+_OPTIONS = Point(
+    "options", {"rows": (9,), "target": "some ignored", "label_smoothing": 0.2, "z_loss": 0.25}
+)
 _NONE: dict[str, Any] = {"given": {"reduction": "none"}, "end": ".none"}
 
 FIXED: Mapping[str, Points] = {
@@ -311,7 +325,8 @@ FIXED: Mapping[str, Points] = {
         changed("far", {"queries": 9}, _far_scores),
         Point("16of4096", {"cross": True, "queries": 16, "keys": 4096}, full=True),
         Point("4096of16", {"cross": True, "queries": 4096, "keys": 16, "causal": False}, full=True),
-        Point("many-batches", {"batch": 66_000, "queries": 1, "head_dim": 2}, full=True),
+        large("many-batches", {"batch": 66_000, "queries": 1, "head_dim": 2}),
+        Point("wide-head", {"queries": 5, "head_dim": 320}),
     ),
     "attention_dropout": (
         *telling("1x17x2x2x16 1x65x1x3x40", "batch", "queries", *HEADS, given={"p": 0.1}),
@@ -326,9 +341,11 @@ FIXED: Mapping[str, Points] = {
               telling=True),
         changed("far", {"lengths": (9, 3)}, _far_scores),
         Point("150-sequences", {"lengths": (1, 2, 0) * 50}),
+        Point("wide-head", {"head_dim": 320, "lengths": (5, 3)}),
         Point("130-heads", {"key heads": 130, "head_dim": 2, "lengths": (5, 3)}),
     ),
     "linear": (
+        _BATCH_LAST,
         *telling("5x64x64 3x1000x6 4x4096x5 600x24x10 64x512x128", *PRODUCT),
         *telling("5x64x64 3x1000x6 600x24x10", *PRODUCT, **_TO_FLOAT32),
         *sized("130x136x132 5x257x1 3x259x5", *PRODUCT),
@@ -382,6 +399,7 @@ FIXED: Mapping[str, Points] = {
               full=True),
     ),
     "cross_entropy": (
+        _OPTIONS, _BATCH_LAST,
         *telling("6x11 5x13x130", "rows", "classes", **_NONE),
         *telling("90x33", "rows", "classes"),
         # The sum over the whole vocabulary counts in smoothing alone.
@@ -398,6 +416,7 @@ FIXED: Mapping[str, Points] = {
         Point("5x152064", {"rows": (5,), "classes": VOCABULARY}, full=True),
     ),
     "linear_cross_entropy": (
+        _OPTIONS, _BATCH_LAST,
         *telling("5x13x24x130 64x256x128", *CLASSES, **_NONE),
         *telling("90x12x65 65x257x33", *CLASSES),
         large("class-beyond-16-bits", {"rows": (5,), "inputs": 5, "classes": BEYOND_16_BITS},
@@ -458,6 +477,7 @@ FIXED: Mapping[str, Points] = {
         large("beyond-16-bits", {"rows": (), "width": BEYOND_16_BITS}),
     ),
     "hadamard": (
+        changed("far", {"rows": (9,), "block": 6}, _far_terms),
         Point("5x16", {"rows": (5,), "block": 4}, telling=True),
         Point("7x256", {"rows": (7,), "block": 8}, telling=True),
         Point("5x192", {"rows": (5,), "block": 6, "whole": False, "blocks": 3}, telling=True),

@@ -99,7 +99,7 @@ ARGUMENTS = (
         dk=lambda dk, q, cu_seqlens_q, cu_seqlens_k: dk
         if dk is None or int(cu_seqlens_q[-1]) < len(q)
         else dk.index_fill(0, torch.arange(int(cu_seqlens_k[-1]), len(dk)), 0.37)),
-    *(wrong_gradients("product-in-float16-before-the-slope", "overflow of an intermediate", name,
+    *(wrong_gradients(f"product-in-float16-of-{name}", "overflow of an intermediate", name,
         dtypes=HALF, dgate=lambda dgate, grad, up: dgate if dgate is None
         else dgate + 0.0 * (grad * up)) for name in ("swiglu", "geglu")),
     wrong_arguments("sum-in-float16", "overflow of an intermediate", "bias_gelu", dtypes=HALF,

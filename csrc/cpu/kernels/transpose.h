@@ -37,7 +37,11 @@ ANYCHIP_INLINE void transpose_eight(const float* from, int64_t stride, int64_t r
   for (int i = 0; i < 4; ++i) _mm256_storeu_ps(to + (i + 4) * width, b[i]);
 #else
   for (int k = 0; k < 8; ++k) {
-    for (int i = 0; i < 8; ++i) to[k * width + i] = i < rows ? from[i * stride + k] : 0.0f;
+    for (int i = 0; i < 8; ++i) {  // pairs of 16-bit numbers may lie between floats' places
+      float number = 0.0f;
+      if (i < rows) __builtin_memcpy(&number, from + i * stride + k, sizeof number);
+      __builtin_memcpy(to + k * width + i, &number, sizeof number);
+    }
   }
 #endif
 }

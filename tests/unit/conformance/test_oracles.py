@@ -316,7 +316,8 @@ WORD = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.:+-"
 @pytest.mark.parametrize("name", ORACLES)
 def test_every_operator_of_ours_has_an_oracle_whose_calls_lie_plainly(name: str) -> None:
     assert set(ORACLES) == {spec.name for spec in all_specs()}
-    assert {call.layout for call in ORACLES[name].calls} == {"contiguous"}
+    elsewhere = {call.label for call in ORACLES[name].calls if call.layout != "contiguous"}
+    assert elsewhere <= {"batch-last"}
     assert ORACLES[name].plain
 
 

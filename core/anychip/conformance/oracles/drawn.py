@@ -313,8 +313,8 @@ def _attention_varlen(choose: Choices, draw: Draw) -> Arguments:
         torch.cat((t.new_zeros(1), t)).to(_index_dtype(choose, f"dtype of {what} ends"))
         for what, t in (("query", of_queries), ("key", of_keys))
     ]
-    padding, side = choose.number("padding", (0,), (1, 2, 3), (5, 8, 16)), choose.turn("padded") % 3
-    more = [padding * (side != 1), padding * (side != 2)]  # of both, of keys alone, of queries
+    padding = choose.number("padding", (0,), (1, 2, 3), (5, 8, 16))
+    more = [padding * (choose.turn("padded") % 3 != side) for side in (1, 2)]  # of both, or of one
     shapes = {"q": (0, heads), "k": (1, kv_heads), "v": (1, kv_heads)}
     args = [
         _attended(choose, draw, name, int(ends[which][-1]) + more[which], count, dim)
@@ -534,8 +534,7 @@ def _dequantize(choose: Choices, draw: Draw) -> Arguments:
 
 def _hadamard(choose: Choices, draw: Draw) -> Arguments:
     rows, whole = choose.rows(), choose.of("whole", True, False)
-    power = choose.number("block", (3,), (0,), (1,), (2,), (5, 4, 6), (8, 7, 9), (10, 11))
-    block = 2**power
+    block = 2 ** choose.number("block", (3,), (0,), (1,), (2,), (5, 4, 6), (8, 7, 9), (10, 11))
     last = block if whole else block * choose.number("blocks", (2,), (1,), (3, 5))
     x = choose.values("x", draw, *rows, last, more=SPECIAL)
     return (x,), {"block": None if whole else block}

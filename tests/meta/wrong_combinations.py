@@ -118,7 +118,7 @@ ARGUMENTS = (
     wrong_arguments("nan-below-0-is-no-nan", "end of a range", "sums_of_squares",
         tensors=lambda tensors: [torch.where(t.isnan() & t.signbit(), torch.inf, t)
                                  for t in tensors]),
-    wrong_gradients("batch-last-read-by-rows", "layout not looked at", "linear",
+    wrong_gradients("sequence-first-read-by-rows", "layout not looked at", "linear",
         x=lambda x: x.transpose(0, 1).reshape(x.shape)
         if x.dim() == 3 and not x.is_contiguous() and x.transpose(0, 1).is_contiguous() else x),
     wrong_arguments("heads-of-a-grid-of-65535", "a limit of the launch", "attention",

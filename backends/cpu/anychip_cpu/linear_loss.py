@@ -28,7 +28,7 @@ from anychip.operators.linear_cross_entropy import CHUNK
 from anychip.operators.loss import check_targets
 from anychip_cpu import native
 from anychip_cpu.native import CODES
-from anychip_cpu.products import INTO_FLOAT32, Panels, multiply, multiply_in_float32
+from anychip_cpu.products import INTO_FLOAT32, Panels, multiply
 from anychip_cpu.table import Needs, declared
 
 _kernels: Any = native.kernels
@@ -60,15 +60,16 @@ class _Head:
         """Rows, these as a factor, and their logits, which are overwritten by the next ones."""
         total = self.rows.shape[0]
         room = self.new_empty(min(self.step, total), self.num_classes)
-        panels = None if self.is_wide else Panels(self.weight.t())
+        right = self.factor_of(self.weight.t())
         for start in range(0, total, self.step):
             chunk = slice(start, min(start + self.step, total))
             rows, logits = self.rows[chunk].to(self.factor), room[: chunk.stop - start]
-            if panels is None:
-                multiply(rows, self.weight.t(), logits, bias=self.bias)
-            else:
-                multiply_in_float32(rows, panels, logits, bias=self.bias)
+            multiply(rows, right, logits, bias=self.bias)
             yield chunk, rows, logits
+
+    def factor_of(self, right: Tensor) -> Tensor | Panels:
+        """The right one of several products."""
+        return right if self.is_wide else Panels(right)
 
     def new_empty(self, *shape: int) -> Tensor:
         """Of float32."""
@@ -83,33 +84,22 @@ class _Gradients:
         self.dx = head.new_empty(*head.rows.shape) if needs[0] else None
         self.dweight = head.new_empty(*head.weight.shape).zero_() if needs[1] else None
         self.dbias = head.new_empty(head.num_classes).zero_() if needs[2] else None
-        self.panels = Panels(head.weight) if needs[0] and not head.is_wide else None
+        self.right = head.factor_of(head.weight) if needs[0] else None
         self.kept = _Kept(head) if any(needs[:2]) and not head.is_wide else None
 
     def add(self, chunk: slice, rows: Tensor, dlogits: Tensor) -> None:
-        """The rows as a factor, and the gradient of their logits."""
+        """The rows as a factor, and the gradient of their logits, which as a factor is rounded."""
         if self.dbias is not None:
             self.dbias += dlogits.sum(0)
         if self.kept is not None:
-            return self._add_narrow(chunk, dlogits)
-        if self.dx is not None:
-            multiply(dlogits, self.head.weight, self.dx[chunk])
+            if not self.kept.add(chunk, dlogits):
+                return
+            chunk, dlogits = self.kept.take()
+            rows = self.head.rows[chunk]
+        if self.dx is not None and self.right is not None:
+            multiply(dlogits, self.right, self.dx[chunk])
         if self.dweight is not None:
             multiply(dlogits.t(), rows, self.dweight, adds=True)
-        return None
-
-    def _add_narrow(self, chunk: slice, dlogits: Tensor) -> None:
-        """Rounded to the factors' dtype, which a product of theirs needs."""
-        assert self.kept is not None
-        found = self.kept.add(chunk, dlogits)
-        if found is None:
-            return
-        rows, narrow = found
-        if self.dx is not None and self.panels is not None:
-            multiply_in_float32(narrow, self.panels, self.dx[rows])
-        if self.dweight is not None:
-            right = self.head.rows[rows].contiguous()
-            multiply_in_float32(narrow.t(), right, self.dweight, adds=True)
 
     def like(self, x: Tensor, weight: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """In the shapes and dtypes of the arguments."""
@@ -128,17 +118,20 @@ class _Kept:
     """
 
     def __init__(self, head: _Head) -> None:
-        self.total, self.first = head.rows.shape[0], 0
-        rows = min(_CHUNKS_AT_ONCE * head.step, self.total)
-        self.room = head.weight.new_empty(rows, head.num_classes)
+        self.total, self.rows = head.rows.shape[0], slice(0, 0)
+        most = min(_CHUNKS_AT_ONCE * head.step, self.total)
+        self.room = head.weight.new_empty(most, head.num_classes)
 
-    def add(self, chunk: slice, dlogits: Tensor) -> tuple[slice, Tensor] | None:
-        """The rows that have come together, and their gradients, once there is no room for more."""
-        self.room[chunk.start - self.first : chunk.stop - self.first] = dlogits
-        rows = slice(self.first, chunk.stop)
-        if chunk.stop < min(self.first + len(self.room), self.total):
-            return None
-        self.first = chunk.stop
+    def add(self, chunk: slice, dlogits: Tensor) -> bool:
+        """Whether it is time to take them: there is no room for more, or there are no more."""
+        first = self.rows.start
+        self.room[chunk.start - first : chunk.stop - first] = dlogits
+        self.rows = slice(first, chunk.stop)
+        return bool(chunk.stop >= min(first + len(self.room), self.total))
+
+    def take(self) -> tuple[slice, Tensor]:
+        """The rows that have come together, and their gradients."""
+        rows, self.rows = self.rows, slice(self.rows.stop, self.rows.stop)
         return rows, self.room[: rows.stop - rows.start]
 
 

@@ -59,7 +59,7 @@ products, which are quick there, have the same kernel."""
 
 _LARGE = 1 << 31
 """From so many multiplications on a weight's 16-bit gradient is made with float32 sums: by AMX it
-takes 0.7 to 1.0 of torch's time from there, as much or more below."""
+takes 0.68 to 1.06 of torch's time from there, as much or more below."""
 _WIDE = 512
 """And from so many rows and columns of it: of fewer the other factor is copied for too little."""
 
@@ -93,9 +93,22 @@ _NARROW = 64
 """And how many rows, columns and terms: narrower ones are none for tiles and panels."""
 
 
+class Panels:
+    """The right factor of several products (depth, columns), bfloat16, as they read it."""
+
+    def __init__(self, right: Tensor) -> None:
+        self.shape = right.shape
+        right, is_transposed = _in_memory(right)
+        depth, columns = self.shape
+        self.memory = right.new_empty(_kernels.packed_numel(columns, depth))
+        _kernels.bfloat16_panels(
+            address(right), address(self.memory), columns, depth, is_transposed
+        )
+
+
 def multiply(
     left: Tensor,
-    right: Tensor,
+    right: Tensor | Panels,
     out: Tensor | None = None,
     *,
     bias: Tensor | None = None,
@@ -104,9 +117,14 @@ def multiply(
     """``left @ right`` of matrices of one dtype, each of which may be a transposed view.
 
     Args:
-        out: contiguous; is written, or with ``adds`` added to. None: a new one.
-        bias: for each column, added to every row; not with ``adds``.
+        right: panels are of INTO_FLOAT32, as ``left`` is.
+        out: contiguous; is written, or with ``adds`` added to. None: a new one. Of the matrices'
+            dtype, or float32 where that is in INTO_FLOAT32.
+        bias: for each column, added to every row, in the dtype of ``out``; not with ``adds``.
     """
+    if isinstance(right, Panels) or (out is not None and out.dtype != left.dtype):
+        assert out is not None, "panels are for several products into what is there"
+        return _multiply_in_float32(left, right, out, bias, adds=adds)
     (rows, depth), columns = left.shape, right.shape[1]
     is_own = rows * depth * columns >= OWN_PRODUCT_FROM and left.dtype == torch.float32
     if not is_own or min(rows, depth, columns) < _NARROW:
@@ -127,39 +145,16 @@ def multiply(
     return out
 
 
-class Panels:
-    """The right factor of several products (depth, columns), bfloat16, as they read it."""
-
-    def __init__(self, right: Tensor) -> None:
-        self.shape = right.shape
-        right, is_transposed = _in_memory(right)
-        depth, columns = self.shape
-        self.memory = right.new_empty(_kernels.packed_numel(columns, depth))
-        _kernels.bfloat16_panels(
-            address(right), address(self.memory), columns, depth, is_transposed
-        )
-
-
-def multiply_in_float32(
-    left: Tensor,
-    right: Tensor | Panels,
-    out: Tensor,
-    *,
-    bias: Tensor | None = None,
-    adds: bool = False,
+def _multiply_in_float32(
+    left: Tensor, right: Tensor | Panels, out: Tensor, bias: Tensor | None, *, adds: bool
 ) -> Tensor:
-    """``left @ right`` of matrices of one of INTO_FLOAT32, with float32 sums.
-
-    Args:
-        out: float32, contiguous.
-        bias: float32, contiguous; otherwise as in ``multiply``.
-    """
     rows, columns = out.shape
     left, left_transposed = _in_memory(left)
     right_transposed = False
     if isinstance(right, Tensor):
         right, right_transposed = _in_memory(right)
     given = (left, None, right.memory) if isinstance(right, Panels) else (left, right, None)
+    bias = None if bias is None else bias.contiguous()
     _kernels.bfloat16_product(
         *map(address, (*given, bias, out)), rows, columns, left.shape[0 if left_transposed else 1],
         left_transposed, right_transposed, adds,
@@ -184,8 +179,7 @@ def linear(
 ) -> Tensor:
     if out_dtype == torch.float32 and x.dtype in INTO_FLOAT32:
         y = x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype)
-        added = None if bias is None else bias.float().contiguous()
-        multiply_in_float32(_rows(x), weight.t(), _rows(y), bias=added)
+        multiply(_rows(x), weight.t(), _rows(y), bias=None if bias is None else bias.float())
         return y
     wide = _widening(x, out_dtype)
     given = wide(x), wide(weight), None if bias is None else wide(bias)
@@ -221,7 +215,7 @@ def _of_weight(slope: Tensor, rows: Tensor) -> Tensor:
     if not is_large or width < _WIDE or rows.dtype not in INTO_FLOAT32:
         return multiply(slope.t(), rows)
     out = rows.new_empty((slope.shape[1], rows.shape[1]), dtype=torch.float32)
-    return multiply_in_float32(slope.t(), rows, out)
+    return multiply(slope.t(), rows, out)
 
 
 def _counts(offsets: Tensor, rows: int) -> list[int]:

@@ -49,6 +49,7 @@ PLACES: Mapping[str, tuple[Layout, ...]] = {
     "misaligned": ("offset",),
     "strided": ("strided",),
     "with gaps": ("padded", "gapped"),
+    # Swapped as often as both others: so lies a sequence of batches.
     "in another order": ("transposed", "swapped", "channels last", "swapped"),
     "with equal numbers": ("expanded",),
     "with equal numbers in a row": ("repeated",),

@@ -123,12 +123,12 @@ SCORES = ("rows", "queries", "keys")
 HEADS = ("heads of a key head", "key heads", "head_dim")
 
 # Shapes: round and beside powers of two and vector widths (4, 8, 16, 64); longer than a block.
-_BATCH_LAST = Point("batch-last", {"rows": (3, 4)}, layout="swapped")
+_SEQUENCE_FIRST = Point("sequence-first", {"rows": (3, 4)}, layout="swapped")
 _NORM = telling("4x8 3x17 5x64 4x1000 3x4096", *SHAPED)
-_NORM_ENDS = (_BATCH_LAST, large("300x260", {"rows": (300,), "width": 260}), many_rows(2),
+_NORM_ENDS = (_SEQUENCE_FIRST, large("300x260", {"rows": (300,), "width": 260}), many_rows(2),
               Point("eps:0", {"rows": (5,), "width": 64, "eps": 0.0}))  # fmt: skip
 _ELEMENTS = (
-    _BATCH_LAST,
+    _SEQUENCE_FIRST,
     *telling("17 1025", *SHAPED),
     large("beyond-16-bits", {"rows": (), "width": BEYOND_16_BITS}),
 )
@@ -259,7 +259,7 @@ _PACKED = {"heads of a key head": 2, "key heads": 2, "head_dim": 16}
 _HEAD_LARGE = Point("tiles", {"rows": (70,), "inputs": 72, "classes": 130})
 _WITH_FORM = (
     *_BY_FORM,
-    _BATCH_LAST,
+    _SEQUENCE_FIRST,
     large("beyond-16-bits", {"rows": (), "width": BEYOND_16_BITS, "approximate": "tanh"}),
 )
 _TO_FLOAT32: dict[str, Any] = {"given": WIDE, "end": ".to-float32"}
@@ -345,7 +345,7 @@ FIXED: Mapping[str, Points] = {
         Point("130-heads", {"key heads": 130, "head_dim": 2, "lengths": (5, 3)}),
     ),
     "linear": (
-        _BATCH_LAST,
+        _SEQUENCE_FIRST,
         *telling("5x64x64 3x1000x6 4x4096x5 600x24x10 64x512x128", *PRODUCT),
         *telling("5x64x64 3x1000x6 600x24x10", *PRODUCT, **_TO_FLOAT32),
         *sized("130x136x132 5x257x1 3x259x5", *PRODUCT),
@@ -399,7 +399,7 @@ FIXED: Mapping[str, Points] = {
               full=True),
     ),
     "cross_entropy": (
-        _OPTIONS, _BATCH_LAST,
+        _OPTIONS, _SEQUENCE_FIRST,
         *telling("6x11 5x13x130", "rows", "classes", **_NONE),
         *telling("90x33", "rows", "classes"),
         # The sum over the whole vocabulary counts in smoothing alone.
@@ -416,7 +416,7 @@ FIXED: Mapping[str, Points] = {
         Point("5x152064", {"rows": (5,), "classes": VOCABULARY}, full=True),
     ),
     "linear_cross_entropy": (
-        _OPTIONS, _BATCH_LAST,
+        _OPTIONS, _SEQUENCE_FIRST,
         *telling("5x13x24x130 64x256x128", *CLASSES, **_NONE),
         *telling("90x12x65 65x257x33", *CLASSES),
         large("class-beyond-16-bits", {"rows": (5,), "inputs": 5, "classes": BEYOND_16_BITS},

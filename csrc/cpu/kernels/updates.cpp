@@ -15,6 +15,7 @@ namespace anychip::cpu::ANYCHIP_ISA {
 namespace {
 
 constexpr int64_t kTile = 1024;
+constexpr int64_t kAhead = 512;  // bytes, of each of AdamW's streams
 
 ANYCHIP_INLINE char* element(const TensorRef& tensor, int64_t i) {
   return static_cast<char*>(tensor.data) + i * element_size(tensor.dtype);
@@ -142,11 +143,12 @@ ANYCHIP_INLINE F32 sign(F32 v) {
 [[gnu::flatten]] void adamw(const UpdateTensor& tensor, const AdamWFactors& f, Range elements) {
   update_tiles(tensor, elements, [&](float* p, const float* g, float* m, float* v, int64_t n) {
     for_each_vector(0, n, [&](int64_t i, auto lanes) {
-      const F32 grad = load_ahead(g + i, lanes) * f.grad;
-      const F32 average = load_ahead(m + i, lanes) * f.beta1 + grad * f.one_minus_beta1;
-      const F32 square = load_ahead(v + i, lanes) * f.beta2 + (grad * grad) * f.one_minus_beta2;
+      const F32 grad = load_ahead<kAhead>(g + i, lanes) * f.grad;
+      const F32 average = load_ahead<kAhead>(m + i, lanes) * f.beta1 + grad * f.one_minus_beta1;
+      const F32 square =
+          load_ahead<kAhead>(v + i, lanes) * f.beta2 + (grad * grad) * f.one_minus_beta2;
       const F32 step = (average * f.update) / (sqrt(square) * f.inverse_root + f.eps);
-      const F32 param = load_ahead(p + i, lanes) * f.decay - step;
+      const F32 param = load_ahead<kAhead>(p + i, lanes) * f.decay - step;
       store(m + i, average, lanes);
       store(v + i, square, lanes);
       store(p + i, param, lanes);

@@ -249,6 +249,18 @@ def test_linear_in_16_bits_accumulates_in_float32(dtype: torch.dtype) -> None:
     assert torch.equal(leaves[1].grad[:5].float(), torch.full((5, 8), 4096.0))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [65536.0, 2.0**126, 2.0**127, 2.0**-126, 2.0**-130, 3.0])
+def test_unscaling_by_a_power_of_two_rounds_as_a_division(dtype: torch.dtype, scale: float) -> None:
+    exponents = torch.arange(-149.0, 128.0).repeat_interleave(7)
+    numbers = (torch.rand(len(exponents)) + 1.0) * torch.exp2(exponents)
+    grads = torch.cat((numbers, -numbers)).to(dtype)
+    want, found = (grads.float() / scale).to(dtype), torch.tensor(0.0)
+    ops.unscale_and_check([grads], torch.tensor(scale), found)
+    assert torch.equal(grads, want)
+    assert found.item() == float(not want.isfinite().all())
+
+
 def test_embedding_gradient_of_a_frequent_row_accumulates_in_float32() -> None:
     weight = torch.zeros(3, 4, dtype=torch.bfloat16, requires_grad=True)
     ops.embedding(torch.full((1024,), 1), weight).sum().backward()

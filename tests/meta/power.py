@@ -43,7 +43,7 @@ from anychip.conformance.bounds import STATISTICAL_COUNT
 from anychip.conformance.formats import FORMATS, Array
 from anychip.conformance.oracles import training as curves
 from tests.meta.spoilt import Asked, Fewer, Result, Rules, dtypes_of, quick_calls, telling
-from tests.meta.training_data import enlarge
+from tests.meta.training_data import curve, enlarge, orders
 
 RUNS = 299
 PILOTS = 8
@@ -297,7 +297,7 @@ def training_bias(name: str) -> float:
     """
     known, recipe = curves.load(name), curves.RECIPES[name]
     change = partial(enlarge, factor=1.0 + 2.0**-12)
-    moved = curves.curve(recipe, torch.float64, curves.orders(1)[0], change=change)
+    moved = curve(recipe, torch.float64, orders(1)[0], change=change)
     logs = np.log(known.deviations)
     own = math.exp(float(logs.mean()) + PERCENT_99 * float(logs.std(ddof=1)))
     return math.log2((known.limit + own) / known.deviation(moved)) - 12

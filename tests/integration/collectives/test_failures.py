@@ -26,6 +26,13 @@ def failed(outcomes: list[Outcome], *but: int) -> list[Outcome]:
     return rest
 
 
+def assert_others_name(rank: int, outcomes: list[Outcome], text: str) -> None:
+    """The error of each other rank names this one, and says this."""
+    for outcome in failed(outcomes, rank):
+        assert outcome.ranks == (rank,)
+        assert text in outcome.error
+
+
 @pytest.mark.grid
 @checked
 @pytest.mark.parametrize(
@@ -86,9 +93,8 @@ def test_rank_that_does_not_come_is_named_within_the_time_limit(server: Server, 
 def test_rank_that_never_starts_is_named(server: Server) -> None:
     """By all the others at once, though one has waited less, and the other has the store."""
     settings = {"timeout_s": 4.0, "delays_s": [0.0, 2.0, None]}
-    for outcome in failed(server.run("one_call", 3, call="barrier", job=settings), 2):
-        assert outcome.ranks == (2,)
-        assert "start: rank 2 did not come within 4 s" in outcome.error
+    outcomes = server.run("one_call", 3, call="barrier", job=settings)
+    assert_others_name(2, outcomes, "start: rank 2 did not come within 4 s")
 
 
 @pytest.mark.grid
@@ -96,18 +102,16 @@ def test_rank_that_never_starts_is_named(server: Server) -> None:
 def test_rank_that_closes_while_others_go_on_is_named(server: Server, absent: int) -> None:
     outcomes = server.run("leaving.leaves", 3, absent=absent)
     assert outcomes[absent].error == ""
-    for outcome in failed(outcomes, absent):
-        assert outcome.ranks == (absent,)
-        assert f"barrier #2: rank {absent} ended without making this call" in outcome.error
+    assert_others_name(
+        absent, outcomes, f"barrier #2: rank {absent} ended without making this call"
+    )
 
 
 @pytest.mark.grid
 def test_rank_that_takes_the_store_with_it_is_named(server: Server) -> None:
     """Rank 0 has it, and every call of the others asks it."""
     outcomes = server.run("leaving.leaves_apart", 3, absent=0, job={"check": "always"})
-    for outcome in failed(outcomes, 0):
-        assert outcome.ranks == (0,)
-        assert "all_reduce: rank 0 ended, and with it the job's store" in outcome.error
+    assert_others_name(0, outcomes, "all_reduce: rank 0 ended, and with it the job's store")
 
 
 @pytest.mark.grid
@@ -121,9 +125,7 @@ def test_calls_go_on_without_a_rank_that_is_not_in_their_group(server: Server) -
 def test_rank_that_ends_by_an_exception_says_which(server: Server, absent: int) -> None:
     outcomes = server.run("raises", 3, absent=absent, to_the_end=True)
     assert outcomes[absent].status == 1
-    for outcome in failed(outcomes, absent):
-        assert outcome.ranks == (absent,)
-        assert f"rank {absent} ended with KeyError: " in outcome.error
+    assert_others_name(absent, outcomes, f"rank {absent} ended with KeyError: ")
 
 
 def test_killed_rank_leaves_no_memory_with_the_others(server: Server) -> None:
@@ -138,9 +140,7 @@ def test_killed_rank_ends_calls_that_wait_for_another(
 ) -> None:
     number = int(signal.SIGKILL)
     outcomes = server.run("is_signalled_apart", world_size, absent=absent, number=number)
-    for outcome in failed(outcomes, absent):
-        assert outcome.ranks == (absent,)
-        assert f"rank {absent} is lost: its process was killed" in outcome.error
+    assert_others_name(absent, outcomes, f"rank {absent} is lost: its process was killed")
     # The rank that they wait for sleeps, and is told when it wakes up: they have not waited so far.
     waiting = [o for rank, o in enumerate(outcomes) if rank not in (absent, asleep)]
     assert max(o.failed_at for o in waiting) < outcomes[asleep].failed_at
@@ -153,9 +153,7 @@ def test_stopped_rank_is_named_after_the_heartbeat_limit(server: Server, absent:
     number, limits = int(signal.SIGSTOP), {"timeout_s": 20.0, "heartbeat_s": 1.5}
     outcomes = server.run("is_signalled", 3, absent=absent, number=number, delay_s=0.1, job=limits)
     assert outcomes[absent].status == -signal.SIGKILL  # by the test, when the others had ended
-    for outcome in failed(outcomes, absent):
-        assert outcome.ranks == (absent,)
-        assert f"rank {absent} has not been heard of for 1.5 s" in outcome.error
+    assert_others_name(absent, outcomes, f"rank {absent} has not been heard of for 1.5 s")
 
 
 @pytest.mark.grid
@@ -173,9 +171,10 @@ def test_rank_whose_interpreter_is_held_is_not_lost(server: Server, absent: int)
 def test_rank_whose_interpreter_is_held_for_too_long_is_named(server: Server) -> None:
     limits = {"timeout_s": 2.0, "heartbeat_s": 1.0}
     case = {"absent": 1, "hold_s": 8.0, "rest_s": 6.0, "job": limits}
-    for outcome in failed(server.run("holds_the_interpreter", 3, **case), 1):
-        assert outcome.ranks == (1,)
-        assert "rank 1 is alive and gets nowhere for 2 s: a call in native code" in outcome.error
+    outcomes = server.run("holds_the_interpreter", 3, **case)
+    assert_others_name(
+        1, outcomes, "rank 1 is alive and gets nowhere for 2 s: a call in native code"
+    )
 
 
 @pytest.mark.grid
@@ -185,9 +184,7 @@ def test_stopped_host_of_the_store_blocks_nobody_who_asks_it(server: Server) -> 
     number = int(signal.SIGSTOP)
     limits = {"timeout_s": 20.0, "heartbeat_s": 5.0, "check": "always"}
     outcomes = server.run("is_signalled_apart", 3, absent=0, number=number, job=limits)
-    for outcome in failed(outcomes, 0):
-        assert outcome.ranks == (0,)
-        assert "rank 0 has not been heard of for 5 s" in outcome.error
+    assert_others_name(0, outcomes, "rank 0 has not been heard of for 5 s")
 
 
 @pytest.mark.grid

@@ -36,6 +36,13 @@ def write_dictionary(path: Path, documents: list[str], field: str = "text") -> N
     pq.write_table(pa.table({field: pa.array(documents).dictionary_encode()}), path)
 
 
+def assert_refused(path: Path, answer: str) -> None:
+    """The error says this, and which file it is."""
+    with pytest.raises(ValueError, match=answer) as caught:
+        list(data.read_documents([path]))
+    assert str(path) in str(caught.value)
+
+
 @pytest.mark.parametrize("field", ["text", "content"])
 @pytest.mark.parametrize(("name", "write"), [
     ("a.jsonl", write_jsonl), ("a.jsonl.gz", write_jsonl), ("A.JSONL", write_jsonl),
@@ -121,9 +128,7 @@ def test_file_that_has_no_documents_is_refused_by_name_and_line(
     tmp_path: Path, name: str, content: bytes, answer: str
 ) -> None:
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=answer) as caught:
-        list(data.read_documents([tmp_path / name]))
-    assert str(tmp_path / name) in str(caught.value)
+    assert_refused(tmp_path / name, answer)
 
 
 @pytest.mark.parametrize(("columns", "answer"), [
@@ -138,9 +143,7 @@ def test_parquet_without_texts_is_refused_by_name_and_row(
 ) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table(columns), path)
-    with pytest.raises(ValueError, match=answer) as caught:
-        list(data.read_documents([path]))
-    assert str(path) in str(caught.value)
+    assert_refused(path, answer)
 
 
 def test_parquet_that_is_no_utf8_is_refused_by_name_and_row(tmp_path: Path) -> None:
@@ -152,10 +155,7 @@ def test_parquet_that_is_no_utf8_is_refused_by_name_and_row(tmp_path: Path) -> N
         column = pa.Array.from_buffers(dtype, 3, [None, ends, pa.py_buffer(b"abc\xe9")])
         for texts in (column, column.dictionary_encode()):
             pq.write_table(pa.table({"text": texts}), path)
-            answer = "row 3: UTF-8 expected, got the byte 0xe9"
-            with pytest.raises(ValueError, match=answer) as caught:
-                list(data.read_documents([path]))
-            assert str(path) in str(caught.value)
+            assert_refused(path, "row 3: UTF-8 expected, got the byte 0xe9")
 
 
 def test_parquet_with_two_columns_of_the_name_is_refused(tmp_path: Path) -> None:

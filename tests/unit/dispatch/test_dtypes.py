@@ -82,15 +82,21 @@ def test_autocast_leaves_what_the_spec_fixes(scaled: Any) -> None:
             scaled(*_args(x=E4M3))
 
 
-def test_row_by_argument_is_taken_for_those_dtypes_alone(scaled: Any, install: Install) -> None:
+def _installed(install: Install, dtypes: Any) -> list[torch.dtype]:
+    """The weights' dtypes of the calls that a row for these dtypes gets."""
     table, log = OperatorTable(), []
 
-    @table.forward("scaled_linear", dtypes={"weight": {E5M2}})
+    @table.forward("scaled_linear", dtypes=dtypes)
     def row(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
         log.append(weight.dtype)
         return _forward(x, weight, scale)
 
     install(table)
+    return log
+
+
+def test_row_by_argument_is_taken_for_those_dtypes_alone(scaled: Any, install: Install) -> None:
+    log = _installed(install, {"weight": {E5M2}})
     for weight in (E5M2, E4M3, E5M2):
         scaled(*_args(weight=weight))
     assert log == [E5M2, E5M2]
@@ -100,14 +106,7 @@ def test_row_by_argument_is_taken_for_those_dtypes_alone(scaled: Any, install: I
 
 
 def test_set_of_a_row_says_nothing_of_what_the_spec_fixes(scaled: Any, install: Install) -> None:
-    table, log = OperatorTable(), []
-
-    @table.forward("scaled_linear", dtypes={BF16})
-    def row(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-        log.append(weight.dtype)
-        return _forward(x, weight, scale)
-
-    install(table)
+    log = _installed(install, {BF16})
     scaled(*_args())
     assert log == [E4M3]
 

@@ -105,11 +105,10 @@ def bounded() -> list[Case]:
             Case(f"Clamp{bound}", lambda a, f=function: f(a, 0.5)),
         ]
     return [
-        *cases,
-        Case("InplaceClampMax", in_place("clamp_max_", 0.5)),
+        *cases, Case("InplaceClampMax", in_place("clamp_max_", 0.5)),
         Case("Clamp", lambda a: torch.clamp(a, -0.5, 0.75)),
         Case("ClampTensor", torch.clamp, THREE),
-    ]
+    ]  # fmt: skip
 
 
 def comparisons() -> list[Case]:
@@ -128,8 +127,7 @@ def comparisons() -> list[Case]:
     ):  # fmt: skip
         cases.append(Case(row, function, (), extra=flags[0]))
     return [
-        *cases,
-        Case("LogicalNot", torch.logical_not, (), extra=(MASK,)),
+        *cases, Case("LogicalNot", torch.logical_not, (), extra=(MASK,)),
         Case("BitwiseNot", torch.bitwise_not, (), extra=(MASK,)),
         Case("IsFinite", lambda a: torch.isfinite(a / a.relu())),
         Case("IsNegInf", lambda a: torch.isneginf(a / a.relu())),
@@ -147,7 +145,7 @@ def comparisons() -> list[Case]:
         Case("LeftShift", lambda a, b: a << b, (), extra=(PLACES, PLACES)),
         Case("LeftShifts", lambda a: a << 3, (), extra=(PLACES,)),
         Case("RightShift", lambda a: (a - 2) >> 1, (), extra=(PLACES,)),
-    ]
+    ]  # fmt: skip
 
 
 def activations() -> list[Case]:
@@ -223,14 +221,12 @@ def of_pictures() -> list[Case]:
 def products() -> list[Case]:
     """Rows of matrices."""
     return [
-        Case("Mm", torch.mm, ((4, 6), (6, 3)), backward="Mm"),
-        Case("Dot", torch.dot, ((6,), (6,))),
-        Case("Mv", torch.mv, ((4, 6), (6,))),
-        Case("Matmul", torch.matmul, ((2, 4, 6), (6, 3))),
+        Case("Mm", torch.mm, ((4, 6), (6, 3)), backward="Mm"), Case("Dot", torch.dot, ((6,), (6,))),
+        Case("Mv", torch.mv, ((4, 6), (6,))), Case("Matmul", torch.matmul, ((2, 4, 6), (6, 3))),
         Case("BatchMatMul", torch.bmm, ((2, 4, 6), (2, 6, 3))),
         Case("Addmm", torch.addmm, ((3,), (4, 6), (6, 3))),
         Case("Baddbmm", torch.baddbmm, ((2, 4, 3), (2, 4, 6), (2, 6, 3))),
-    ]
+    ]  # fmt: skip
 
 
 def shaping() -> list[Case]:
@@ -329,9 +325,8 @@ def lists() -> list[Case]:
         Case("ForeachDivScalarList", listed(t._foreach_div, [0.5, 3.0])),
         Case("ForeachLerpScalar", listed(t._foreach_lerp, 0.3), TWO),
         Case("ForeachAddcdivScalarV2", listed(t._foreach_addcdiv, 0.5), THREE, low=0.5),
-        Case("ForeachCopy", copied_lists, TWO),
-        Case("ForeachZeroInplace", zeroed_list),
-    ]
+        Case("ForeachCopy", copied_lists, TWO), Case("ForeachZeroInplace", zeroed_list),
+    ]  # fmt: skip
 
 
 def copied_lists(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -244,23 +244,18 @@ def bad_calls() -> None:
         "aclrtFree": lambda: functions.aclrtFree(nowhere),
         "aclrtSynchronizeStream": lambda: functions.aclrtSynchronizeStream(nowhere),
         "aclrtSetDevice": lambda: functions.aclrtSetDevice(99),
-        "aclrtMemcpy": lambda: functions.aclrtMemcpy(
-            None, ctypes.c_size_t(1), None, ctypes.c_size_t(2), 0
-        ),
-        "too many ranks": lambda: collectives.HcclCommInitRootInfo(
-            65, info, 0, ctypes.byref(handle)
-        ),
-        "no such communicator": lambda: collectives.HcclCommInitRootInfo(
-            1, b"0_0_0", 0, ctypes.byref(handle)
-        ),
+        "aclrtMemcpy":
+            lambda: functions.aclrtMemcpy(None, ctypes.c_size_t(1), None, ctypes.c_size_t(2), 0),
+        "too many ranks":
+            lambda: collectives.HcclCommInitRootInfo(65, info, 0, ctypes.byref(handle)),
+        "no such communicator":
+            lambda: collectives.HcclCommInitRootInfo(1, b"0_0_0", 0, ctypes.byref(handle)),
         "no communicator": lambda: collectives.HcclBarrier(None, None),
-        "not an id": lambda: collectives.HcclCommInitRootInfo(
-            1, b"elsewhere", 0, ctypes.byref(handle)
-        ),
+        "not an id":
+            lambda: collectives.HcclCommInitRootInfo(1, b"elsewhere", 0, ctypes.byref(handle)),
         "aclnnAdd": lambda: ctypes.CDLL("libopapi.so").aclnnAddGetWorkspaceSize(
-            None, None, None, None, ctypes.byref(ctypes.c_uint64()), ctypes.byref(handle)
-        ),
-    }
+            None, None, None, None, ctypes.byref(ctypes.c_uint64()), ctypes.byref(handle)),
+    }  # fmt: skip
     for name, call in calls.items():
         print(f"{name}: {call()} {functions.aclGetRecentErrMsg()!r}")
     assert (torch.ones(2, device="npu") + 1).sum().item() == 4
@@ -288,10 +283,9 @@ def collectives() -> None:
     own = [numbers(r) for r in range(ranks)]
     for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64):
         for operation, joined in (
-            (group.ReduceOp.SUM, sum(own)),
-            (group.ReduceOp.MAX, own[ranks - 1]),
+            (group.ReduceOp.SUM, sum(own)), (group.ReduceOp.MAX, own[ranks - 1]),
             (group.ReduceOp.MIN, own[0]),
-        ):
+        ):  # fmt: skip
             x = own[rank].to(dtype).npu()
             group.all_reduce(x, operation)
             assert torch.equal(x.cpu(), torch.as_tensor(joined).to(dtype)), (dtype, operation)

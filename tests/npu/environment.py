@@ -55,10 +55,9 @@ class Environment:
         """What its programs need to find the emulator, and nothing of the caller's environment."""
         return {
             "LD_LIBRARY_PATH": str(self.emulator / "lib"),
-            "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}",
-            "OMP_NUM_THREADS": "1",
+            "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1",
             "PYTHONPATH": "",
-        }
+        }  # fmt: skip
 
     def make(self, log: Log) -> None:
         """Installs torch_npu with its torch, anychip in place, and what its tests need."""

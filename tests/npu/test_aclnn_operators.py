@@ -75,14 +75,10 @@ def run_on(case: Case, function: Any, inputs: list[Any], device: str, dtype: Any
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize(
-    ("case", "dtype"),
-    [
-        pytest.param(case, dtype, id=f"{case.name}-{str(dtype).removeprefix('torch.')}")
-        for case in CASES
-        for dtype in (case.dtypes if case.shapes else case.dtypes[:1])
-    ],
-)
+@pytest.mark.parametrize(("case", "dtype"), [
+    pytest.param(case, dtype, id=f"{case.name}-{str(dtype).removeprefix('torch.')}")
+    for case in CASES for dtype in (case.dtypes if case.shapes else case.dtypes[:1])
+])  # fmt: skip
 def test_row_through_adapter_matches_float64(case: Case, dtype: Any, calls: Any) -> None:
     inputs = inputs_of(case, dtype)
     before = [calls(row) for row in case.functions]
@@ -135,11 +131,9 @@ def test_fused_adamw_three_steps_matches_float64(amsgrad: bool, calls: Any) -> N
         return weight
 
     assert_near(
-        trained("npu", torch.float32, True),
-        trained("cpu", torch.float64, False).detach(),
-        torch.float32,
-        16,
-    )
+        trained("npu", torch.float32, True), trained("cpu", torch.float64, False).detach(),
+        torch.float32, 16,
+    )  # fmt: skip
     assert calls("aclnnApplyAdamWV2") > before
 
 
@@ -195,15 +189,11 @@ def test_scaled_masked_softmax_by_name_both_ways_matches_float64(calls: Any) -> 
     assert calls("ScaledMaskedSoftmax") == before + 1
 
 
-@pytest.mark.parametrize(
-    ("row", "draw", "low", "high", "mean"),
-    [
-        ("aclnnInplaceNormal", lambda x: x.normal_(1, 2), -20, 20, 1),
-        ("aclnnInplaceUniform", lambda x: x.uniform_(-1, 2), -1, 2, 0.5),
-        ("aclnnInplaceRandom", lambda x: x.random_(3, 8), 3, 7, 5),
-    ],
-    ids=["normal", "uniform", "random"],
-)
+@pytest.mark.parametrize(("row", "draw", "low", "high", "mean"), [
+    ("aclnnInplaceNormal", lambda x: x.normal_(1, 2), -20, 20, 1),
+    ("aclnnInplaceUniform", lambda x: x.uniform_(-1, 2), -1, 2, 0.5),
+    ("aclnnInplaceRandom", lambda x: x.random_(3, 8), 3, 7, 5),
+], ids=["normal", "uniform", "random"])  # fmt: skip
 def test_random_row_same_seed_same_numbers_in_range(
     row: str, draw: Any, low: float, high: float, mean: float, calls: Any
 ) -> None:

@@ -40,27 +40,23 @@ IGNORED = {
     ("npu::npu_fusion_attention", "pre_tockens"): f"no effect in sparse_mode 3: {ATTENTION}",
     ("npu::npu_fusion_attention", "next_tockens"): f"no effect in sparse_mode 3: {ATTENTION}",
     ("npu::npu_fusion_attention", "inner_precise"): f"0 and 1 are reserved: {ATTENTION}",
-    ("aten::native_layer_norm_backward", "bias"): (
+    ("aten::native_layer_norm_backward", "bias"):
         "no gradient depends on it: https://gitcode.com/cann/ops-nn/blob/master/norm/"
-        "layer_norm_grad_v3/docs/aclnnLayerNormBackward.md"
-    ),
-    ("aten::_amp_foreach_non_finite_check_and_unscale_", "found_inf"): (
+        "layer_norm_grad_v3/docs/aclnnLayerNormBackward.md",
+    ("aten::_amp_foreach_non_finite_check_and_unscale_", "found_inf"):
         "it becomes 1 where an element is not finite, and is not read: https://www.hiascend.com/"
         "document/detail/zh/CANNCommunityEdition/850alpha001/API/aolapi/context/"
-        "aclnnForeachNonFiniteCheckAndUnscale.md"
-    ),
-    ("npu::npu_rotary_mul_backward", "input"): (
+        "aclnnForeachNonFiniteCheckAndUnscale.md",
+    ("npu::npu_rotary_mul_backward", "input"):
         "only gradients of cos and sin, which rows do not ask for, depend on it: "
         "https://gitcode.com/cann/ops-transformer/blob/master/posembedding/"
-        "rotary_position_embedding_grad/docs/aclnnRotaryPositionEmbeddingGrad.md"
-    ),
+        "rotary_position_embedding_grad/docs/aclnnRotaryPositionEmbeddingGrad.md",
     ("npu::npu_moe_token_permute_grad", "tokens"): GRAD_OF_PERMUTE,
     ("npu::npu_moe_token_permute_grad", "indices"): GRAD_OF_PERMUTE,
-    ("npu::npu_add_layer_norm", "additional_output"): (
+    ("npu::npu_add_layer_norm", "additional_output"):
         "without it the sum is not written, and its place keeps what was there: "
-        "https://gitcode.com/cann/ops-nn/blob/master/norm/add_layer_norm/docs/aclnnAddLayerNorm.md"
-    ),
-}
+        "https://gitcode.com/cann/ops-nn/blob/master/norm/add_layer_norm/docs/aclnnAddLayerNorm.md",
+}  # fmt: skip
 """(torch's operator, argument): the page by which it has no effect on the answer."""
 TEXTS = {
     "approximate": ("none", "tanh"), "rotary_mode": ("half", "interleave"),

@@ -55,11 +55,8 @@ def test_backend_by_name_loads_torch_npu_whether_or_not_torch_does(autoload: str
         "found = float(anychip.ops.rms_norm(x[None], x, eps=0.0).sum());"
         "print(found, len(list(chip.operators)) > 20)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": autoload},
-        capture_output=True,
-        text=True,
-    )
+    done = subprocess.run([sys.executable, "-c", program], env={
+        **os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": autoload,
+    }, capture_output=True, text=True)  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].split() == ["3.0", "True"]

@@ -60,10 +60,9 @@ def places(queries: int, keys: int) -> Any:
 
 
 HIDDEN: dict[int, Callable[[int, int], Any]] = {
-    LEFT_UP: lambda q, k: places(q, k) > 0,
-    RIGHT_DOWN: lambda q, k: places(q, k) > k - q,
+    LEFT_UP: lambda q, k: places(q, k) > 0, RIGHT_DOWN: lambda q, k: places(q, k) > k - q,
     BAND: lambda q, k: (places(q, k) > k - q + 1) | (places(q, k) < k - q - 3),
-}
+}  # fmt: skip
 TOKENS = {"pre_tockens": 3, "next_tockens": 1}
 
 
@@ -131,18 +130,14 @@ REFUSED = [
     ("bias of groups", 561000, lambda: multiplied(bias=[torch.ones(2, 5).npu()])),
     ("list of weights", 561000, lambda: multiplied(weight=[torch.ones(3, 5).npu()] * 2)),
     ("group_list of type 2", 161002, lambda: multiplied(group_list_type=2)),
-    (
-        "sorter",
-        561000,
-        lambda: torch.searchsorted(
-            torch.tensor([2.0, 1.0]).npu(), torch.ones(1).npu(), sorter=torch.tensor([1, 0]).npu()
-        ),
-    ),
+    ("sorter", 561000,
+     lambda: torch.searchsorted(torch.tensor([2.0, 1.0]).npu(), torch.ones(1).npu(),
+                                sorter=torch.tensor([1, 0]).npu())),
     ("label smoothing", 561000, lambda: loss(label_smoothing=0.1)),
     ("ignored class of none", 161002, lambda: loss(ignore_index=4)),
     ("targets of bytes", 161002, lambda: loss(target=torch.tensor([1, 2], dtype=torch.uint8))),
     ("reduction", 161002, lambda: loss(reduction="max")),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("status", "call"), [x[1:] for x in REFUSED], ids=[x[0] for x in REFUSED])

@@ -103,14 +103,13 @@ def test_operator_without_row_is_a_clean_error() -> None:
 WANTED_ANSWERS = {
     "aclrtFree": (107000, "the address is not of device memory"),
     "aclrtSynchronizeStream": (107017, "the stream does not exist, or was destroyed"),
-    "aclrtSetDevice": (107001, "device 99 of 2"),
-    "aclrtMemcpy": (107000, "2 bytes into 1"),
+    "aclrtSetDevice": (107001, "device 99 of 2"), "aclrtMemcpy": (107000, "2 bytes into 1"),
     "too many ranks": (9, "the emulator has 1 to 64 ranks, not 65"),
     "no such communicator": (9, "process 0, which made it, may have ended"),
     "not an id": (9, "no communicator elsewhere"),
     "no communicator": (1, "HcclBarrier: no communicator"),
     "aclnnAdd": (161001, "aclnnAdd: argument 1 is missing"),
-}
+}  # fmt: skip
 
 
 def test_bad_calls_get_a_status_and_a_message_and_the_process_goes_on() -> None:

@@ -72,11 +72,9 @@ def test_pinned_memory_that_is_not_there_is_out_of_memory() -> None:
     assert error.startswith("OutOfMemoryError - - backend 'npu': cannot allocate 1125899906842624 ")
 
 
-@pytest.mark.parametrize(
-    ("program", "after"),
-    [(programs.device_is_lost, 5), (programs.launch_finds_device_lost, 3)],
-    ids=["at work", "at a launch"],
-)
+@pytest.mark.parametrize(("program", "after"), [
+    (programs.device_is_lost, 5), (programs.launch_finds_device_lost, 3),
+], ids=["at work", "at a launch"])  # fmt: skip
 def test_lost_device_is_a_device_error_at_each_wait(
     program: Callable[[], None], after: int
 ) -> None:

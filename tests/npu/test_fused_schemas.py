@@ -120,12 +120,10 @@ def test_lse_stands_for_the_statistics_of_attention_in_both_directions() -> None
 def test_every_fused_call_of_these_rows_is_looked_at() -> None:
     modules = ("attention", "varlen", "products", "permutation")
     called = {
-        call.removeprefix("npu::")
-        for row in table
-        if row.function.__module__.removeprefix("anychip_npu.") in modules
-        for call in row.calls
+        call.removeprefix("npu::") for row in table
+        if row.function.__module__.removeprefix("anychip_npu.") in modules for call in row.calls
         if call.startswith("npu::")
-    }
+    }  # fmt: skip
 
     assert called == set(ARGUMENTS)
 

@@ -98,10 +98,9 @@ def test_row_is_taken_in_each_dtype_and_reaches_its_functions_of_cann(
 def test_fourteen_operators_and_more_are_mapped_in_every_direction() -> None:
     served = {(row.operator, d) for row in table.declared for d in row.directions} - NOT_RUN
     both = {
-        name
-        for name, spec in SPECS.items()
+        name for name, spec in SPECS.items()
         if (name, "forward") in served and (spec.backward is None or (name, "backward") in served)
-    }
+    }  # fmt: skip
 
     named = "rms_norm layer_norm add_rms_norm add_layer_norm gelu bias_gelu swiglu geglu rope"
     assert {*named.split(), "embedding", "cross_entropy", "attention", "linear"} <= both
@@ -111,17 +110,14 @@ def test_fourteen_operators_and_more_are_mapped_in_every_direction() -> None:
 def test_every_operator_is_mapped_or_left_to_the_reference_with_a_reason() -> None:
     served = {(row.operator, d) for row in table.declared for d in row.directions}
     left = {
-        (entry.operator, direction)
-        for entry in table.reference_only
+        (entry.operator, direction) for entry in table.reference_only
         for direction in ("forward", "backward")
         if not entry.part and entry.direction in ("both", direction)
-    }
+    }  # fmt: skip
     wanted = {
-        (name, direction)
-        for name, spec in SPECS.items()
-        for direction in ("forward", "backward")
+        (name, direction) for name, spec in SPECS.items() for direction in ("forward", "backward")
         if direction == "forward" or spec.backward is not None
-    }
+    }  # fmt: skip
 
     assert wanted - served - left == set()
     assert served & left == set()

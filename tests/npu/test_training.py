@@ -49,11 +49,9 @@ def test_training_on_the_chip_follows_the_host(on_host: list[float], tmp_path: P
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize(
-    "settings",
-    [("optimizer.stage=1",), ("optimizer.stage=2",), ("parallel.pipeline=2", "model.layers=2")],
-    ids=["zero-1", "zero-2", "1f1b"],
-)
+@pytest.mark.parametrize("settings", [
+    ("optimizer.stage=1",), ("optimizer.stage=2",), ("parallel.pipeline=2", "model.layers=2"),
+], ids=["zero-1", "zero-2", "1f1b"])  # fmt: skip
 def test_two_ranks_over_hccl_follow_the_same_two_ranks_on_the_host(
     settings: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -78,21 +76,12 @@ def train_in(folder: str, *words: str) -> None:
     sys.exit(run(["train", *TINY, "--backend", "npu", *LINEAR, *words]))
 
 
-@pytest.mark.parametrize(
-    ("fault", "told"),
-    [
-        (
-            {"FAIL_OPERATOR": "aclnnMm:9"},
-            "ACL_ERROR_RT_AICORE_EXCEPTION (507015): "
-            "aclnnMm: emulated fault: aclnnMm fails at call 9",
-        ),
-        (
-            {"LOSE_DEVICE_AFTER": 300},
-            "ACL_ERROR_RT_LOST_HEARTBEAT (507010): emulated fault: the device is lost (heartbeat)",
-        ),
-    ],
-    ids=["operator", "device"],
-)
+@pytest.mark.parametrize(("fault", "told"), [
+    ({"FAIL_OPERATOR": "aclnnMm:9"},
+     "ACL_ERROR_RT_AICORE_EXCEPTION (507015): aclnnMm: emulated fault: aclnnMm fails at call 9"),
+    ({"LOSE_DEVICE_AFTER": 300},
+     "ACL_ERROR_RT_LOST_HEARTBEAT (507010): emulated fault: the device is lost (heartbeat)"),
+], ids=["operator", "device"])  # fmt: skip
 def test_failure_of_the_device_is_told_in_one_line(
     fault: dict[str, object], told: str, tmp_path: Path
 ) -> None:

@@ -136,10 +136,9 @@ def operators_that_failed(family: str, report: Path) -> list[str]:
     """The cases of the grid with failures in a report that ``suite_words`` has asked for."""
     results = json.loads(report.read_text(encoding="utf-8"))["results"] if report.exists() else []
     failed = {
-        result["case"].split("/")[1]
-        for result in results
+        result["case"].split("/")[1] for result in results
         if result["outcome"] == "failed" and result["case"].startswith(("operators/", "gradients/"))
-    }
+    }  # fmt: skip
     return [f"{family}/{name}" for name in sorted(failed)]
 
 

@@ -70,15 +70,12 @@ def build(log: Log, folder: str, *options: str, cuda: bool = False) -> Path:
     scripts = Path(sysconfig.get_path("scripts"))
     path = BUILD / folder
     log.command(
-        scripts / "cmake",
-        *("-G", "Ninja", "-S", ROOT, "-B", path),
-        *("-DANYCHIP_CPU=OFF", "-DANYCHIP_BRIDGE=OFF"),
-        f"-DANYCHIP_CUDA={'ON' if cuda else 'OFF'}",
+        scripts / "cmake", *("-G", "Ninja", "-S", ROOT, "-B", path),
+        *("-DANYCHIP_CPU=OFF", "-DANYCHIP_BRIDGE=OFF"), f"-DANYCHIP_CUDA={'ON' if cuda else 'OFF'}",
         f"-DANYCHIP_CUDA_EMULATOR={'OFF' if cuda else 'ON'}",
-        f"-DPython_EXECUTABLE={sys.executable}",
-        f"-DCMAKE_MAKE_PROGRAM={scripts / 'ninja'}",
+        f"-DPython_EXECUTABLE={sys.executable}", f"-DCMAKE_MAKE_PROGRAM={scripts / 'ninja'}",
         *options,
-    )
+    )  # fmt: skip
     log.command(scripts / "cmake", "--build", path, "--parallel", str(log.jobs))
     return path
 
@@ -124,10 +121,9 @@ def address_sanitizer(log: Log) -> None:
 def thread_sanitizer(log: Log) -> None:
     module = BUILD / "cuda_emulator_thread" / MODULE
     environment = {
-        "ANYCHIP_CUDA_EMULATED": str(module),
-        "ANYCHIP_EMULATOR_ORDER": "random",
+        "ANYCHIP_CUDA_EMULATED": str(module), "ANYCHIP_EMULATOR_ORDER": "random",
         **sanitizers.environment("thread"),
-    }
+    }  # fmt: skip
     only = sampled_operators(slices.chosen())
     words = [] if only is None else ["--only", *only]
     log.command(sys.executable, "-m", "tests.cuda_emulated.samples", *words, env=environment)
@@ -217,10 +213,9 @@ def sampled_operators(asked: slices.Slice) -> list[str] | None:
     turns, turn = len(VARIANTS), asked.number // len(VARIANTS)
     cases = {spec.name: f"cuda_emulated/samples/{spec.name}" for spec in operators.all_specs()}
     return [
-        name
-        for name, case in cases.items()
+        name for name, case in cases.items()
         if slices.slice_of(case) % turns == turn % turns or case in asked.always
-    ]
+    ]  # fmt: skip
 
 
 def build_all(names: Sequence[str], jobs: int) -> None:

@@ -14,10 +14,9 @@ def environment(sanitizer: str) -> dict[str, str]:
         return {}
     return {
         "LD_PRELOAD": ":".join(_path(library) for library in RUNTIMES[sanitizer]),
-        "ASAN_OPTIONS": "detect_leaks=0",
-        "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
+        "ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
         "TSAN_OPTIONS": "exitcode=66",
-    }
+    }  # fmt: skip
 
 
 def _path(library: str) -> str:

@@ -22,14 +22,10 @@ NUM_THREADS, NUM_CALLS = 8, 400
 
 class DLTensor(ctypes.Structure):
     _fields_ = [
-        ("data", ctypes.c_void_p),
-        ("device", ctypes.c_int32 * 2),
-        ("ndim", ctypes.c_int32),
-        ("code_bits_lanes", ctypes.c_uint32),
-        ("shape", ctypes.c_void_p),
-        ("strides", ctypes.c_void_p),
-        ("byte_offset", ctypes.c_uint64),
-    ]
+        ("data", ctypes.c_void_p), ("device", ctypes.c_int32 * 2), ("ndim", ctypes.c_int32),
+        ("code_bits_lanes", ctypes.c_uint32), ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p), ("byte_offset", ctypes.c_uint64),
+    ]  # fmt: skip
 
 
 TensorOf = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(DLTensor))
@@ -37,11 +33,9 @@ TensorOf = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(DLTe
 
 class Exchange(ctypes.Structure):
     _fields_ = [
-        ("version", ctypes.c_uint32 * 2),
-        ("unused", ctypes.c_void_p * 4),
-        ("tensor_of", TensorOf),
+        ("version", ctypes.c_uint32 * 2), ("unused", ctypes.c_void_p * 4), ("tensor_of", TensorOf),
         ("stream", ctypes.c_void_p),
-    ]
+    ]  # fmt: skip
 
 
 class Tensor:
@@ -103,31 +97,19 @@ def connect(module: Any) -> tuple[dict[str, Any], list[Any]]:
     exchange = Exchange(version=(1, 3), tensor_of=tensor_of)
     new = ctypes.pythonapi.PyCapsule_New
     new.restype, new.argtypes = (
-        ctypes.py_object,
-        [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p],
-    )
+        ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p],
+    )  # fmt: skip
     name = ctypes.c_char_p(b"dlpack_exchange_api")
     selection: dict[str, Any] = {"current": object()}
     module.connect(
-        Tensor=Tensor,
-        Parameter=Tensor,
-        exchange=new(ctypes.addressof(exchange), name, None),
-        dlpack_device=lambda tensor: (1, 0),
-        device=Tensor.device,
-        requires_grad=Tensor.requires_grad,
-        is_neg=Tensor.is_neg,
-        guards=(lambda: 0, lambda: None),
-        compiler={"_is_compiling_flag": False},
-        forward_ad={"_current_level": -1},
-        selection=selection,
-        deterministic=lambda: False,
-        grad_enabled=lambda: False,
-        examined=lambda choice, args, attrs: choice.parts[0](*args, **attrs),
-        refuse_end=None,
-        run_written=None,
-        apply=None,
-        forward=None,
-    )
+        Tensor=Tensor, Parameter=Tensor, exchange=new(ctypes.addressof(exchange), name, None),
+        dlpack_device=lambda tensor: (1, 0), device=Tensor.device,
+        requires_grad=Tensor.requires_grad, is_neg=Tensor.is_neg, guards=(lambda: 0, lambda: None),
+        compiler={"_is_compiling_flag": False}, forward_ad={"_current_level": -1},
+        selection=selection, deterministic=lambda: False, grad_enabled=lambda: False,
+        examined=lambda choice, args, attrs: choice.parts[0](*args, **attrs), refuse_end=None,
+        run_written=None, apply=None, forward=None,
+    )  # fmt: skip
     return selection, [exchange, name]
 
 

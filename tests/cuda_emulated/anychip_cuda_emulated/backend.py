@@ -93,7 +93,6 @@ class CudaEmulatedBackend(Backend):
     def properties(self, index: int | None = None) -> DeviceProperties:
         self.check_index(index)
         return DeviceProperties(
-            name="CUDA emulator",
-            total_memory=self.memory.info().total,
+            name="CUDA emulator", total_memory=self.memory.info().total,
             dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
-        )
+        )  # fmt: skip

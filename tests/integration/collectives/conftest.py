@@ -9,13 +9,10 @@ from tests.integration import two_hosts
 from tests.integration.collectives.processes import Server
 
 
-@pytest.fixture(
-    scope="session",
-    params=[
-        "shared_memory",
-        *(pytest.param(way, marks=pytest.mark.grid) for way in ("sockets", "two_hosts")),
-    ],
-)
+@pytest.fixture(scope="session", params=[
+    "shared_memory",
+    *(pytest.param(way, marks=pytest.mark.grid) for way in ("sockets", "two_hosts")),
+])  # fmt: skip
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     prefix: list[str] | None = []
     if request.param == "two_hosts" and not (prefix := two_hosts.prefix()):

@@ -240,13 +240,10 @@ def wait_for(children: list[int], files: list[Path], limit_s: float = 40.0) -> l
             deadline = time.monotonic() + limit_s
         time.sleep(0.002)
     return [
-        {
-            **(json.loads(file.read_text()) if file.exists() else {}),
-            "status": statuses[child][0],
-            "ended_at": statuses[child][1],
-        }
+        {**(json.loads(file.read_text()) if file.exists() else {}), "status": statuses[child][0],
+         "ended_at": statuses[child][1]}
         for child, file in zip(children, files, strict=True)
-    ]
+    ]  # fmt: skip
 
 
 def is_stopped(process: int) -> bool:

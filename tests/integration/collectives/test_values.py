@@ -59,11 +59,10 @@ def test_moved_values_arrive_as_they_were(server: Server, world_size: int) -> No
 
 @settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    numels=st.lists(st.integers(0, 70_000), min_size=3, max_size=6),
-    world_size=st.integers(2, 4),
+    numels=st.lists(st.integers(0, 70_000), min_size=3, max_size=6), world_size=st.integers(2, 4),
     kind=st.sampled_from(["sum", "avg", "max", "min"]),
     dtype=st.sampled_from(["float32", "bfloat16"]),
-)
+)  # fmt: skip
 def test_reduction_of_any_size_equals_ordered_numpy_sum(
     server: Server, numels: list[int], world_size: int, kind: str, dtype: str
 ) -> None:

@@ -151,8 +151,7 @@ def channel_cases() -> dict[str, Case]:
     w, b = torch.randn(6), torch.randn(6)
     q, kernel = torch.randn(4, 6, 4, 8), torch.randn(12, 6, 3, 2)
     return {
-        "silu/last dim": ([(x, 2)], {}, True),
-        "softplus/rows": ([(x, 0)], {"beta": 2.0}, True),
+        "silu/last dim": ([(x, 2)], {}, True), "softplus/rows": ([(x, 0)], {"beta": 2.0}, True),
         "group_norm/batch": ([(x, 0), (w, None), (b, None)], {"num_groups": 3}, True),
         "group_norm/channels are gathered": ([(x, 1), (w, 0)], {"num_groups": 3}, True),
         "conv1d/channels": ([(x, 1), (up, 0), (b, 0)], {}, False),
@@ -160,7 +159,7 @@ def channel_cases() -> dict[str, Case]:
         "conv2d/batch": ([(q, 0), (kernel, None), (bias, None)], {"padding": 1}, False),
         "conv2d/outputs": ([(q, None), (kernel, 0), (bias, 0)], {"stride": 2}, False),
         "conv2d/groups are gathered": ([(q, None), (kernel[:, :3], 0)], {"groups": 2}, False),
-    }
+    }  # fmt: skip
 
 
 def packed_cases() -> dict[str, Case]:
@@ -257,9 +256,8 @@ def refused(mesh: DeviceMesh) -> dict[str, str]:
         "dropout_add_rms_norm": lambda: ops.dropout_add_rms_norm(x, x, weight, rng),
         "dropout_add_layer_norm": lambda: ops.dropout_add_layer_norm(x, x, weight, rng),
         "attention_dropout": lambda: ops.attention_dropout(heads, heads, heads, rng),
-        "clip": lambda: ops.clip([x], norm),
-        "l2_norm": lambda: ops.l2_norm([x]),
-    }
+        "clip": lambda: ops.clip([x], norm), "l2_norm": lambda: ops.l2_norm([x]),
+    }  # fmt: skip
     found = {}
     for name, call in calls.items():
         try:

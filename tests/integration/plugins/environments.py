@@ -111,10 +111,9 @@ class Environment:
     def variables(self) -> dict[str, str]:
         """The environment variables of a process in this environment."""
         return {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(self.site), str(CORE)]),
+            **os.environ, "PYTHONPATH": os.pathsep.join([str(self.site), str(CORE)]),
             "ANYCHIP_CACHE_DIR": str(self.cache),
-        }
+        }  # fmt: skip
 
     def run_code(self, code: str, **variables: str) -> str:
         """Runs a piece of Python that must succeed; returns what it printed."""

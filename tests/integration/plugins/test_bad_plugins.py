@@ -111,28 +111,19 @@ OF_ANOTHER = "it was made for version {} of the contract, and this anychip has 2
 
 CATALOGUE: dict[str, Bad] = {
     **{name: Bad(*given) for name, given in OTHER_SOURCES.items()},
-    **{
-        name: Bad(_like_good(name, old, new), reason)
-        for name, (old, new, reason) in CHANGED.items()
-    },
-    **{
-        name: Bad(
-            _like_good(name, "(2, 0)", str(tuple(map(int, version.split("."))))),
-            OF_ANOTHER.format(version),
-            "incompatible",
-        )
-        for name, version in VERSIONS.items()
-    },
+    **{name: Bad(_like_good(name, old, new), reason)
+       for name, (old, new, reason) in CHANGED.items()},
+    **{name: Bad(_like_good(name, "(2, 0)", str(tuple(map(int, version.split("."))))),
+                 OF_ANOTHER.format(version), "incompatible")
+       for name, version in VERSIONS.items()},
     "next_minor_with_its_hook": Bad(
         _like_good("next_minor_with_its_hook", "(2, 0)", "(2, 1)")
         + "@hookimpl\ndef anychip_of_2_1(): pass\n",
-        OF_ANOTHER.format("2.1"),
-        "incompatible",
+        OF_ANOTHER.format("2.1"), "incompatible",
     ),
     "of_an_earlier_contract": Bad(
         good_plugin("of_an_earlier_contract") + "Good.native_communicator = lambda self: None\n",
-        "it has native_communicator(), which this anychip does not call",
-        "incompatible",
+        "it has native_communicator(), which this anychip does not call", "incompatible",
     ),
     "no_device": Bad(good_plugin("no_device", 'Probe.unavailable("no device", fix="plug one in")'),
                      "no device", "unavailable"),
@@ -140,10 +131,9 @@ CATALOGUE: dict[str, Bad] = {
 """Name to plugin; a reason in the table must begin with the one given here."""
 
 NOISY_BUT_GOOD = {
-    "floods": FLOOD + good_plugin("floods"),
-    "threads": THREAD + good_plugin("threads"),
+    "floods": FLOOD + good_plugin("floods"), "threads": THREAD + good_plugin("threads"),
     "starts_a_process": GRANDCHILD + good_plugin("starts_a_process"),
-}
+}  # fmt: skip
 
 LOOK = """
 import json, sys

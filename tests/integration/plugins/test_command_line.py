@@ -80,10 +80,7 @@ def test_backends_with_two_ready_accelerators_says_how_to_choose(fakes: Environm
     pytest.param("cpu", 0, ("ok  ready: 1 device", "ok  the table has no rows"), id="ready"),
     pytest.param(
         "absent", 3,
-        (
-            "no  unavailable: no device", "to fix it: plug one in",
-            "change with ACME, /dev/acme*",
-        ),
+        ("no  unavailable: no device", "to fix it: plug one in", "change with ACME, /dev/acme*"),
         id="absent",
     ),
     pytest.param("bad", 3, ("no  broken: importing 'plugin_bad' raised",), id="broken"),

@@ -24,10 +24,9 @@ NAMES = {"example": "toy", "python": "acme", "c-abi": "acme"}
 def _copy_example(environment: Environment, target: Path) -> None:
     # A copy, because setuptools builds in the source tree.
     shutil.copytree(
-        ROOT / "examples" / "third_party_backend",
-        target,
+        ROOT / "examples" / "third_party_backend", target,
         ignore=shutil.ignore_patterns("__pycache__", "build", "*.egg-info"),
-    )
+    )  # fmt: skip
 
 
 def _write(kind: str, environment: Environment, target: Path) -> None:
@@ -45,10 +44,9 @@ def _write_with_bridge(environment: Environment, target: Path) -> None:
 MAKE = {"example": _copy_example, "python": partial(_write, "python"), "c-abi": _write_with_bridge}
 
 
-@pytest.fixture(
-    scope="module",
-    params=["example", *(pytest.param(kind, marks=pytest.mark.grid) for kind in KINDS)],
-)
+@pytest.fixture(scope="module", params=[
+    "example", *(pytest.param(kind, marks=pytest.mark.grid) for kind in KINDS),
+])  # fmt: skip
 def project(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, Path, Environment]:

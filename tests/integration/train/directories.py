@@ -24,11 +24,9 @@ TEXTS = [
 ]
 CHATS = [
     [("user", "Where is the cat?"), ("assistant", "On the mat.")],
-    [
-        *(("system", "Be short."), ("user", "Is the train late?"), ("assistant", "It is.")),
-        *(("user", "How late is the train, and why?"), ("assistant", "An hour; the rain.")),
-    ],
-] * 6
+    [*(("system", "Be short."), ("user", "Is the train late?"), ("assistant", "It is.")),
+     *(("user", "How late is the train, and why?"), ("assistant", "An hour; the rain."))],
+] * 6  # fmt: skip
 LR, DECAY, CLIP = 2e-3, 0.1, 1.0
 
 

@@ -203,12 +203,10 @@ class Server:
         self, environment: Mapping[str, str] | None = None, *, prefix: Sequence[str] = ()
     ) -> None:
         self.process = subprocess.Popen(
-            [*prefix, sys.executable, str(Path(__file__))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**(environment or os.environ), "OMP_NUM_THREADS": "1"},
+            [*prefix, sys.executable, str(Path(__file__))], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, env={**(environment or os.environ), "OMP_NUM_THREADS": "1"},
             text=True,
-        )
+        )  # fmt: skip
 
     def run(self, *args: str, world_size: int = 1, cwd: Path) -> list[Ended]:
         """Runs a job of :func:`start` to its end in a directory; what became of each rank."""

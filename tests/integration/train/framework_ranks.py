@@ -251,9 +251,8 @@ def in_torch(case: Case) -> list[Any]:
 FRAMEWORKS: dict[str, tuple[Callable[[Case], list[Any]], str]] = {
     "trainer": (in_trainer, "transformers_trainer"),
     "accelerate": (in_accelerate, "accelerate_loop"),
-    "lightning": (in_lightning, "lightning_trainer"),
-    "torch": (in_torch, "fsdp2_loop"),
-}
+    "lightning": (in_lightning, "lightning_trainer"), "torch": (in_torch, "fsdp2_loop"),
+}  # fmt: skip
 
 
 def example(framework: str, size: int) -> list[float]:

@@ -132,12 +132,9 @@ def test_sample_is_that_of_the_run_and_each_prompt_has_its_own(
     assert alone[0] != answer(capsys, *words[:-1], "4", "to be")["samples"][0]
     greedy = [
         answer(capsys, *words[:-1], seed, "to", *likeliest)["samples"]
-        for seed, likeliest in (
-            ("3", ("--temperature", "0")),
-            ("4", ("--top-p", "1e-9")),
-            ("5", ("--temperature", "1e-300")),
-        )
-    ]
+        for seed, likeliest in (("3", ("--temperature", "0")), ("4", ("--top-p", "1e-9")),
+                                ("5", ("--temperature", "1e-300")))
+    ]  # fmt: skip
     assert greedy[0] == greedy[1] == greedy[2]
     assert run([*words, "to be"]) == 0
     assert capsys.readouterr().out.startswith("to be")

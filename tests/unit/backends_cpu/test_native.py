@@ -91,19 +91,15 @@ def _large(name: str, dtype: torch.dtype) -> tuple[Any, ...]:
     x, rng = normal(301, 1027), torch.tensor([3, 2**32 - 5])
     angles = torch.rand(75, 16, generator=generator)
     return {
-        **_steps(normal),
-        "rms_norm": (x, normal(1027)),
+        **_steps(normal), "rms_norm": (x, normal(1027)),
         "layer_norm": (x, normal(1027), normal(1027)),
         "add_rms_norm": (x, normal(301, 1027), normal(1027)),
-        "add_layer_norm": (x, normal(301, 1027), normal(1027), normal(1027)),
-        "dropout": (x, rng),
+        "add_layer_norm": (x, normal(301, 1027), normal(1027), normal(1027)), "dropout": (x, rng),
         "bias_dropout_add": (x, normal(301, 1027), rng, normal(1027)),
         "dropout_add_rms_norm": (x, normal(301, 1027), normal(1027), rng),
         "dropout_add_layer_norm": (x, normal(301, 1027), normal(1027), rng, normal(1027)),
         **dict.fromkeys(("gelu", "silu", "relu", "relu2", "sigmoid", "tanh", "softplus"), (x,)),
-        "bias_gelu": (x, normal(1027)),
-        "geglu": (x, normal(301, 1027)),
-        "softmax": (x,),
+        "bias_gelu": (x, normal(1027)), "geglu": (x, normal(301, 1027)), "softmax": (x,),
         "attention": (normal(2, 130, 4, 24), normal(2, 150, 2, 24), normal(2, 150, 2, 24)),
         "swiglu": (x, normal(301, 1027)),
         "rope": (normal(9, 75, 8, 32), normal(9, 75, 4, 32), angles.cos(), angles.sin()),
@@ -112,10 +108,9 @@ def _large(name: str, dtype: torch.dtype) -> tuple[Any, ...]:
         "sums_of_squares": ([x, normal(7), normal(123, 77)],),
         "clip": ([x, normal(7), normal(123, 77)], torch.tensor(3.0)),
         "unscale_and_check": ([x, normal(7)], torch.tensor(3.0), torch.tensor(0.0)),
-        "quantize": (x, rng),
-        "embedding": (torch.randint(301, (99, 11), generator=generator), x),
+        "quantize": (x, rng), "embedding": (torch.randint(301, (99, 11), generator=generator), x),
         "unpermute": (x, torch.randperm(301, generator=generator).view(43, 7), normal(43, 7)),
-    }[name]
+    }[name]  # fmt: skip
 
 
 def _steps(normal: Callable[..., Tensor]) -> dict[str, tuple[Any, ...]]:
@@ -132,20 +127,15 @@ def _steps(normal: Callable[..., Tensor]) -> dict[str, tuple[Any, ...]]:
             *rates(),
         ),
         "adamw_8bit": (
-            [wide, small],
-            [x, normal(5)],
-            *(
-                list(t)
-                for form in (SIGNED, UNSIGNED)
-                for t in zip(form.encode(wide.square()), form.encode(small.abs()), strict=True)
-            ),
+            [wide, small], [x, normal(5)],
+            *(list(t) for form in (SIGNED, UNSIGNED)
+              for t in zip(form.encode(wide.square()), form.encode(small.abs()), strict=True)),
             *rates(),
         ),
         "sgd": ([wide, small], [x, normal(5)], [], *rates()),
         "lion": ([wide, small], [x, normal(5)], [normal(301, 1027).float(), small + 1], *rates()),
-        "lamb_sums_of_squares": (*lamb, torch.tensor(1.0)),
-        "lamb": (*lamb, *rates()),
-    }
+        "lamb_sums_of_squares": (*lamb, torch.tensor(1.0)), "lamb": (*lamb, *rates()),
+    }  # fmt: skip
 
 
 def _results(name: str, dtype: torch.dtype) -> Any:

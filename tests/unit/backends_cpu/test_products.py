@@ -106,10 +106,8 @@ def test_bits_of_a_row_are_those_of_the_row_alone(least: str) -> None:
 
 def test_gradient_of_a_transposed_weight_of_a_loss_is_that_of_the_weight(least: str) -> None:
     x, weight, target = (
-        drawn(70, 66, seed=0),
-        drawn(65, 66, seed=1),
-        torch.arange(65).repeat(2)[:70],
-    )
+        drawn(70, 66, seed=0), drawn(65, 66, seed=1), torch.arange(65).repeat(2)[:70],
+    )  # fmt: skip
     found = []
     for leaf in (weight.clone(), weight.t().contiguous().t()):
         ops.linear_cross_entropy(x, leaf.requires_grad_(), target).backward()

@@ -80,11 +80,9 @@ def averages(given: Step, index: int) -> list[Tensor]:
     """Both, in float64."""
     return [
         form.decode(codes[index].cpu(), scales[index].cpu()).double()
-        for form, codes, scales in (
-            (SIGNED, given.first, given.first_scales),
-            (UNSIGNED, given.second, given.second_scales),
-        )
-    ]
+        for form, codes, scales in ((SIGNED, given.first, given.first_scales),
+                                    (UNSIGNED, given.second, given.second_scales))
+    ]  # fmt: skip
 
 
 def moved(given: Step, index: int) -> list[Tensor]:
@@ -141,11 +139,9 @@ def test_step_of_any_types_equals_float64(
     check(chip, make(chip, (5, 1030), param=param, grad=grad, low=low, scalars=SCALED))
 
 
-@pytest.mark.parametrize(
-    "shifts",
-    [(0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1)],
-    ids=["aligned", "params", "grads", "codes", "copies"],
-)
+@pytest.mark.parametrize("shifts", [
+    (0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1),
+], ids=["aligned", "params", "grads", "codes", "copies"])  # fmt: skip
 def test_step_of_any_sizes_and_places_equals_float64(
     chip: Chip, shifts: tuple[int, int, int, int]
 ) -> None:

@@ -103,12 +103,11 @@ def test_diagnose_has_a_line_for_driver_devices_kernels_and_nccl(
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
     found = anychip_backend().diagnose()
     assert [(finding.ok, finding.text.split(",")[0]) for finding in found] == [
-        (True, "driver for CUDA 13.0"),
-        (True, "device 0: NVIDIA H200"),
+        (True, "driver for CUDA 13.0"), (True, "device 0: NVIDIA H200"),
         (True, "native kernels for 80-real 90-real 90-virtual by nvcc 13.0.88"),
         (True, "driver 580.65.06 by the management library"),
         (False, "torch is built without NCCL"),
-    ]
+    ]  # fmt: skip
 
 
 def test_diagnose_without_kernels_says_how_to_build_them(monkeypatch: pytest.MonkeyPatch) -> None:

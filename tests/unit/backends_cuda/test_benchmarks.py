@@ -76,10 +76,9 @@ def test_stage_on_the_host_runs_and_its_checks_hold(name: str, tmp_path: Path) -
 
 def test_every_stage_that_is_planned_is_a_program_of_the_folder() -> None:
     planned = {
-        work.command[2].rpartition(".")[2]
-        for work in everything.stages("cuda", "cuda-emulated")
+        work.command[2].rpartition(".")[2] for work in everything.stages("cuda", "cuda-emulated")
         if work.own and work.command[0] == sys.executable
-    }
+    }  # fmt: skip
     assert planned == set(STAGES)
 
 
@@ -96,10 +95,9 @@ def test_parts_of_the_suite_are_all_its_cases_once() -> None:
 # The cases of bandwidth
 
 ELSEWHERE = {
-    "adamw": "stage optimizer",
-    "linear": "stage training; products bound it, not memory",
+    "adamw": "stage optimizer", "linear": "stage training; products bound it, not memory",
     "linear_cross_entropy": "stage training; products bound it, not memory",
-}
+}  # fmt: skip
 """Native rows that bandwidth leaves to others."""
 
 

@@ -38,11 +38,9 @@ SERVED = {
     "embedding": ("embedding/", {"embedding_by_torch"}),
     "grouped_linear": ("grouped_linear/", {"grouped_linear_by_group"}),
     "attention": ("attention/", {f"attention_by_{w}" for w in ("flash", "efficient", "products")}),
-    "attention_varlen": (
-        "attention_varlen/",
-        {"attention_varlen_by_flash", "attention_varlen_by_sequence"},
-    ),
-}
+    "attention_varlen": ("attention_varlen/",
+                         {"attention_varlen_by_flash", "attention_varlen_by_sequence"}),
+}  # fmt: skip
 """Operator to cases, and the rows that have to serve them."""
 
 

@@ -63,10 +63,9 @@ def test_bias_of_a_small_product_is_added_before_the_one_rounding(
     """cuBLAS rounds in between, as it does here, and torch does for a single row."""
     product, narrow = torch.mm, torch.bfloat16
     monkeypatch.setattr(
-        torch.nn.functional,
-        "linear",
+        torch.nn.functional, "linear",
         lambda a, b, c: product(a.float(), b.float().t()).to(narrow) + c,
-    )
+    )  # fmt: skip
     monkeypatch.setattr(
         torch, "mm", lambda a, b, *, out_dtype: product(a.to(out_dtype), b.to(out_dtype))
     )

@@ -64,11 +64,9 @@ def test_nan_is_above_infinity_and_infinity_above_all_numbers(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("rows", "length", "k"),
-    [(2, 3000, 2049), (1, 5003, 5003), (1, 9000, 4097), (1, 140_001, 7), (3, 2304, 2100)],
-    ids=lambda n: str(n),
-)
+@pytest.mark.parametrize(("rows", "length", "k"), [
+    (2, 3000, 2049), (1, 5003, 5003), (1, 9000, 4097), (1, 140_001, 7), (3, 2304, 2100),
+], ids=lambda n: str(n))  # fmt: skip
 def test_rows_that_the_whole_grid_searches_are_sorted_by_magnitude(
     chip: Chip, rows: int, length: int, k: int, dtype: torch.dtype
 ) -> None:

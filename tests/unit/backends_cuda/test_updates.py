@@ -153,11 +153,9 @@ def test_update_of_any_types_equals_float64(
 
 
 @RULES
-@pytest.mark.parametrize(
-    "shifts",
-    [(0, 0, 0, 0, 0), (1, 1, 1, 1, 1), (3, 7, 3, 7, 3), (1, 2, 0, 0, 0), (0, 0, 0, 0, 1)],
-    ids=["aligned", "head-3", "head-1", "disagreeing", "copies-disagreeing"],
-)
+@pytest.mark.parametrize("shifts", [
+    (0, 0, 0, 0, 0), (1, 1, 1, 1, 1), (3, 7, 3, 7, 3), (1, 2, 0, 0, 0), (0, 0, 0, 0, 1),
+], ids=["aligned", "head-3", "head-1", "disagreeing", "copies-disagreeing"])  # fmt: skip
 def test_update_of_any_sizes_and_places_equals_float64(
     chip: Chip, rule: str, shifts: tuple[int, int, int, int, int]
 ) -> None:

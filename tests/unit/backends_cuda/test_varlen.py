@@ -16,13 +16,10 @@ from tests.unit.dispatch.calls import bits
 def test_padding_that_nobody_wrote_shows_nowhere(dtype: torch.dtype, kernels: Kernels) -> None:
     ends, found = [torch.tensor([0, 0, 3, 7, 7]), torch.tensor([0, 1, 2, 6, 6])], []
     rows = [
-        next(
-            row.function
-            for row in make_table(None).rows("attention_varlen", direction)
-            if row.function.__name__.endswith("flash" if dtype.itemsize == 2 else "sequence")
-        )
+        next(row.function for row in make_table(None).rows("attention_varlen", direction)
+             if row.function.__name__.endswith("flash" if dtype.itemsize == 2 else "sequence"))
         for direction in ("forward", "backward")
-    ]
+    ]  # fmt: skip
     for unwritten in (0.0, math.nan):
         q, k, v, grad = (drawn(9, heads, 12, dtype=dtype) for heads in (4, 2, 2, 4))
         q[7:], grad[7:], k[6:], v[6:] = (unwritten,) * 4

@@ -59,11 +59,10 @@ def test_answer_names_what_is_missing_and_what_helps(
 def test_findings_have_a_line_for_each_part_and_mark_what_fails() -> None:
     assert [(f.ok, f.text) for f in findings(READY, (True, "import torch works"))] == [
         (True, "torch_npu 2.13.0, made for torch==2.13.0.*; torch 2.13.0+cpu"),
-        (True, "CANN 8.5.0: its libraries open"),
-        (True, "import torch works"),
+        (True, "CANN 8.5.0: its libraries open"), (True, "import torch works"),
         (True, "4 device files /dev/davinci*"),
         *((True, f"device {index}: Ascend910B1") for index in range(4)),
-    ]
+    ]  # fmt: skip
     broken = without(versions=OLD_TORCH, missing=NO_LIBRARY, files=FORBIDDEN)
     found = findings(broken, (False, "import torch fails"))
     assert [f.ok for f in found] == [False, False, False, False]

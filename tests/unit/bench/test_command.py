@@ -26,26 +26,19 @@ def report(subject: str, facts: dict[str, dict[str, Any]]) -> Report:
     )
 
 
-TRAINING = report(
-    "training",
-    {
-        "no communication": {"x alone": 1.0, "goal": "", "peak MB": 700.0},
-        "data parallel": {"x alone": 0.97, "goal": "not below DDP", "peak MB": 750.0},
-        "ZeRO-2": {"x alone": 0.95, "goal": 0.93, "peak MB": 690.0},
-        "torch DDP": {"x alone": 0.96, "goal": "", "peak MB": 800.0},
-    },
-)
-OPERATORS = report(
-    "operators, float32",
-    {
-        "gelu forward": {"x bound": 2.0, "x reference": 10.0, "x torch": 1.5, "x compiled": 0.25},
-        "new forward": {"x bound": 1.5, "x reference": 2.0},
-    },
-)
-OPTIMIZERS = report(
-    "optimizers",
-    {"adamw, 1 tensor: ours": {"x bound": 1.1}, "adamw, 1 tensor: traffic": {"x bound": 1.0}},
-)
+TRAINING = report("training", {
+    "no communication": {"x alone": 1.0, "goal": "", "peak MB": 700.0},
+    "data parallel": {"x alone": 0.97, "goal": "not below DDP", "peak MB": 750.0},
+    "ZeRO-2": {"x alone": 0.95, "goal": 0.93, "peak MB": 690.0},
+    "torch DDP": {"x alone": 0.96, "goal": "", "peak MB": 800.0},
+})  # fmt: skip
+OPERATORS = report("operators, float32", {
+    "gelu forward": {"x bound": 2.0, "x reference": 10.0, "x torch": 1.5, "x compiled": 0.25},
+    "new forward": {"x bound": 1.5, "x reference": 2.0},
+})  # fmt: skip
+OPTIMIZERS = report("optimizers", {
+    "adamw, 1 tensor: ours": {"x bound": 1.1}, "adamw, 1 tensor: traffic": {"x bound": 1.0},
+})  # fmt: skip
 COLLECTIVES = report(
     "collectives",
     {

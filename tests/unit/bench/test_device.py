@@ -77,10 +77,9 @@ def test_width_grows_until_a_product_takes_long(
 def written(path: Path, **changed: Any) -> Path:
     """A report as the command writes it, of a device that takes 100 flops per byte."""
     rows = {
-        "copy": {"GB/s": 20.0},
-        "product, float32": {"TFLOP/s": 2.0},
+        "copy": {"GB/s": 20.0}, "product, float32": {"TFLOP/s": 2.0},
         "product, bfloat16": {"TFLOP/s": 8.0},
-    }
+    }  # fmt: skip
     found = {
         "schema": 1, "date": "2026-01-31T12:00:00+00:00", "subject": "device", "backend": "cpu",
         "device": anychip.use("cpu").identity(),

@@ -112,11 +112,9 @@ def test_bench_ops_names_the_row_that_a_pack_displaced_and_how_much_faster_it_wa
     table, forward = OperatorTable(), registered()["gelu"].spec.forward
     table.forward("gelu", kind="mapped")(lambda x, **attrs: forward(x, **attrs))
     seconds = {"ours": (7.0,)}
-    monkeypatch.setattr(
-        operators,
-        "interleave",
-        lambda calls, **_: {n: Samples(name=n, seconds=seconds.get(n, (1.0,))) for n in calls},
-    )
+    monkeypatch.setattr(operators, "interleave", lambda calls, **_: {
+        n: Samples(name=n, seconds=seconds.get(n, (1.0,))) for n in calls
+    })  # fmt: skip
     with installation() as install:
         install(table)
         report = operators.run(

@@ -92,13 +92,9 @@ class Scripted:
         self.round += 1
         return [
             {"seconds": s, "cpu_seconds": 2 * s, "slept": 0.0, "loss": loss, "peak": peak}
-            for s, loss, peak in zip(
-                self.seconds[self.name][self.round - 1],
-                (None, 2.5),
-                (7_000_000 * self.round, 5_000_000),
-                strict=True,
-            )
-        ]
+            for s, loss, peak in zip(self.seconds[self.name][self.round - 1], (None, 2.5),
+                                     (7_000_000 * self.round, 5_000_000), strict=True)
+        ]  # fmt: skip
 
 
 def test_bench_train_takes_ratios_within_a_round(monkeypatch: pytest.MonkeyPatch) -> None:

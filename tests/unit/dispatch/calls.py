@@ -69,10 +69,9 @@ def _fresh(arg: Any, leaf: bool) -> Any:
 def every_sample(names: Sequence[str] = tuple(SPECS)) -> list[Any]:
     """Parameters (name, index) over all samples, with the samples' labels as ids."""
     return [
-        pytest.param(name, index, id=f"{name}-{sample.label}")
-        for name in names
+        pytest.param(name, index, id=f"{name}-{sample.label}") for name in names
         for index, sample in enumerate(samples(name, torch.float32))
-    ]
+    ]  # fmt: skip
 
 
 def tensors(value: Any) -> list[Tensor]:

@@ -84,14 +84,12 @@ def test_paired_row_second_derivative_is_20(kind: str, door: str, install: Insta
     operator = polynomial(f"poly_{kind}", kind)  # type: ignore[arg-type]
     table = OperatorTable()
     table.pair(
-        operator.spec.name,
-        forward=lambda x: (x**2 + x**3, 7 * x),
+        operator.spec.name, forward=lambda x: (x**2 + x**3, 7 * x),
         backward=lambda grad, *saved, needs: (
             (grad * (2 * saved[-1] / 7 + 3 * (saved[-1] / 7) ** 2)).detach(),
         ),
-        num_residuals=1,
-        fake_residuals=lambda x: torch.empty_like(x),
-    )
+        num_residuals=1, fake_residuals=lambda x: torch.empty_like(x),
+    )  # fmt: skip
     install(table)
     first, second = _second(_doors(operator)[door])
     assert (first, second) == (33.0, 20.0)

@@ -51,27 +51,18 @@ CASES = {
     "linear": Case(1, lambda m, x: ops.linear(x, m.weight, m.bias)),
     "no bias": Case(1, lambda m, x: ops.linear(x, m.weight)),
     "frozen weight": Case(1, lambda m, x: ops.linear(x, m.weight, m.bias), is_frozen=True),
-    "weight used three times": Case(
-        3, lambda m, x: ops.linear(ops.linear(ops.linear(x, m.weight), m.weight), m.weight)
-    ),
+    "weight used three times":
+        Case(3, lambda m, x: ops.linear(ops.linear(ops.linear(x, m.weight), m.weight), m.weight)),
     "tied": Case(2, _of_words),
     "waits and does not": Case(1, lambda m, x: linear(ops.linear(x, m.weight), m.weight)),
-    "norm between": Case(
-        2,
-        lambda m, x: ops.linear(
-            ops.rms_norm(ops.linear(x, m.weight, m.bias), m.scale, eps=1e-6), m.other
-        ),
-    ),
-    "checkpoint": Case(
-        2,
-        lambda m, x: checkpoint(
-            lambda y: ops.linear(ops.linear(y, m.weight, m.bias), m.other), x, use_reentrant=False
-        ),
-    ),
+    "norm between": Case(2, lambda m, x: ops.linear(
+        ops.rms_norm(ops.linear(x, m.weight, m.bias), m.scale, eps=1e-6), m.other)),
+    "checkpoint": Case(2, lambda m, x: checkpoint(
+        lambda y: ops.linear(ops.linear(y, m.weight, m.bias), m.other), x, use_reentrant=False)),
     "weight that is no leaf": Case(0, lambda m, x: ops.linear(x, m.weight * 2, m.bias * 1)),
     "input in the place of the weight": Case(0, lambda m, x: ops.linear(m.weight * 1, x[0])),
     "torch alone": Case(0, lambda m, x: linear(x, m.weight, m.bias)),
-}
+}  # fmt: skip
 
 
 def batch() -> list[Tensor]:

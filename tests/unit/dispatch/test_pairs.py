@@ -22,16 +22,12 @@ class Pair:
     def __init__(self, **conditions: Any) -> None:
         self.table, self.log = OperatorTable(), []
         self.table.pair(
-            "rms_norm",
-            forward=self.forward,
-            backward=self.backward,
-            num_residuals=2,
+            "rms_norm", forward=self.forward, backward=self.backward, num_residuals=2,
             fake_residuals=lambda x, weight, *, eps: (
-                x.new_empty(x.shape[:-1]),
-                torch.empty_like(x),
+                x.new_empty(x.shape[:-1]), torch.empty_like(x),
             ),
             **conditions,
-        )
+        )  # fmt: skip
 
     def look(self, word: str, *args: Any) -> None:
         for tensor in tensors(list(args)):

@@ -44,15 +44,14 @@ RESULTS: list[tuple[str, Callable[..., Any], str]] = [
     ("forward", lambda y, r: (y.to("meta"), r), "2 (float32 (2, 4) on meta, "),
     ("forward", lambda y, r: (y,), "1 (float32 (2, 4) on cpu)"),
     ("forward", lambda y, r: y, "float32 (2, 4) on cpu"),
-    ("forward", lambda y, r: (y, r, r), "3 ("),
-    ("forward", lambda y, r: None, "None"),
+    ("forward", lambda y, r: (y, r, r), "3 ("), ("forward", lambda y, r: None, "None"),
     ("forward", lambda y, r: ("y", 1), "2 (a str, a int)"),
     ("backward", lambda x, w: (x.double(), w), "2 (float64 (2, 4) on cpu, "),
     ("backward", lambda x, w: (w, x), "2 (float32 (4,) on cpu, float32 (2, 4) on cpu)"),
     ("backward", lambda x, w: (x, None), "2 (float32 (2, 4) on cpu, None)"),
     ("backward", lambda x, w: (x,), "1 (float32 (2, 4) on cpu)"),
     ("backward", lambda x, w: x, "float32 (2, 4) on cpu"),
-]
+]  # fmt: skip
 PROMISED = {
     "forward": "y: float32 (2, 4), rstd: float32 (2,)",
     "backward": "x: float32 (2, 4), weight: float32 (4,)",
@@ -93,12 +92,10 @@ def test_pair_with_wrong_results_is_named(
 ) -> None:
     table = OperatorTable()
     table.pair(
-        "gelu",
-        forward=lambda x, approximate: (x, x) if which == "backward" else (x,),
-        backward=lambda grad, x, own, approximate, needs: (grad.double(),),
-        num_residuals=1,
+        "gelu", forward=lambda x, approximate: (x, x) if which == "backward" else (x,),
+        backward=lambda grad, x, own, approximate, needs: (grad.double(),), num_residuals=1,
         fake_residuals=lambda x, approximate: torch.empty_like(x),
-    )
+    )  # fmt: skip
     install(table)
     with pytest.raises(ContractError, match=rf"gelu \({which}\).*{text}"):
         door.gelu(X.clone().requires_grad_()).sum().backward()

@@ -82,9 +82,8 @@ def test_both_directions_through_both_doors_are_counted() -> None:
         x = X.clone().requires_grad_()
         rms_norm(x, W).sum().backward()
     assert _counts() == {
-        ("rms_norm", "forward", "native"): 2,
-        ("rms_norm", "backward", "native"): 2,
-    }
+        ("rms_norm", "forward", "native"): 2, ("rms_norm", "backward", "native"): 2,
+    }  # fmt: skip
 
 
 def test_paired_row_is_counted_in_both_directions(install: Install) -> None:

@@ -74,19 +74,16 @@ POLICIES: tuple[dict[str, Any], ...] = (
 STYLES: Mapping[str, Callable[[tuple[Any, ...], dict[str, Any], list[str]], Any]] = {
     "as the samples": lambda args, attrs, names: (args, attrs),
     "no attributes": lambda args, attrs, names: (args, {}),
-    "last by name": lambda args, attrs, names: (
-        args[:-1],
-        {**attrs, names[len(args) - 1]: args[-1]},
-    ),
+    "last by name":
+        lambda args, attrs, names: (args[:-1], {**attrs, names[len(args) - 1]: args[-1]}),
     "last left out": lambda args, attrs, names: (args[:-1], attrs),
     "one too many": lambda args, attrs, names: ((*args, *args), attrs),
     "unknown name": lambda args, attrs, names: (args, {**attrs, "epsilon": 1e-6}),
     "ints for floats": lambda args, attrs, names: (
-        args,
-        {n: int(v) if type(v) is float else v for n, v in attrs.items()},
+        args, {n: int(v) if type(v) is float else v for n, v in attrs.items()},
     ),
     "texts": lambda args, attrs, names: (args, dict.fromkeys(attrs, "1")),
-}
+}  # fmt: skip
 
 
 def _no(*args: Any, **attrs: Any) -> bool:
@@ -102,13 +99,11 @@ CONDITIONS: tuple[dict[str, Any] | None, ...] = (
     {"dtypes": {torch.bfloat16}}, {"deterministic": False}, {"limits": {"nothing": {1}}},
 )  # fmt: skip
 ROWS: Mapping[str, Callable[[Any], Any]] = {
-    "right": lambda found: found,
-    "wrong dtype": lambda found: [t.double() for t in tensors(found)],
+    "right": lambda found: found, "wrong dtype": lambda found: [t.double() for t in tensors(found)],
     "too few": lambda found: (),
     "list": lambda found: list(found) if isinstance(found, tuple) else found,
-    "raises": lambda found: 1 / 0,
-    "ends": lambda found: _leave(),
-}
+    "raises": lambda found: 1 / 0, "ends": lambda found: _leave(),
+}  # fmt: skip
 
 
 USUAL = {

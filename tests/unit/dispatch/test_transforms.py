@@ -139,18 +139,15 @@ def test_dual_number_keeps_its_tangent(name: str) -> None:
 def _without_gradient() -> dict[str, Callable[[Any, Tensor], Any]]:
     one = torch.tensor(1.0)
     return {
-        "l2_norm": lambda home, x: home.l2_norm([x]),
-        "clip": lambda home, x: home.clip([x], one),
+        "l2_norm": lambda home, x: home.l2_norm([x]), "clip": lambda home, x: home.clip([x], one),
         "unscale_and_check": lambda home, x: home.unscale_and_check([x], one, torch.tensor(0.0)),
-        "adamw": lambda home, x: home.adamw(
-            [x], [torch.ones(4)], [torch.zeros(4)], [torch.zeros(4)], one, torch.tensor(0.0)
-        ),
+        "adamw": lambda home, x: home.adamw([x], [torch.ones(4)], [torch.zeros(4)],
+                                            [torch.zeros(4)], one, torch.tensor(0.0)),
         "sums_of_squares": lambda home, x: home.sums_of_squares([x]),
         "sgd": lambda home, x: home.sgd([x], [torch.ones(4)], [], one, torch.tensor(0.0)),
-        "lion": lambda home, x: home.lion(
-            [x], [torch.ones(4)], [torch.zeros(4)], one, torch.tensor(0.0)
-        ),
-    }
+        "lion": lambda home, x: home.lion([x], [torch.ones(4)], [torch.zeros(4)], one,
+                                          torch.tensor(0.0)),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("home", [ops, torch.ops.anychip], ids=["short cut", "library"])

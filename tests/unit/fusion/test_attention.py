@@ -44,14 +44,13 @@ def exact(
 
 
 SERVED: dict[str, tuple[list[Tensor], dict[str, Any]]] = {
-    "causal": (tensors(7, 7), {"is_causal": True}),
-    "full": (tensors(7, 7), {}),
+    "causal": (tensors(7, 7), {"is_causal": True}), "full": (tensors(7, 7), {}),
     "scaled": (tensors(5, 5), {"is_causal": True, "scale": 0.7}),
     "grouped": (tensors(6, 6, 4, 2), {"is_causal": True, "enable_gqa": True}),
     "more-keys": (tensors(3, 9), {}),
     "one-head-of-keys": (tensors(6, 6, 4, 1), {"is_causal": True}),
     "one-query": (tensors(1, 9, 4, 1), {"enable_gqa": True}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("args", "options"), SERVED.values(), ids=SERVED)

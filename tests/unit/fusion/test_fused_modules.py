@@ -156,12 +156,11 @@ def test_fused_module_under_strict_is_an_error_where_the_operator_cannot_serve()
 
 
 LOW = {
-    "own": (torch.bfloat16, torch.bfloat16, False),
-    "mixed": (torch.bfloat16, torch.float32, False),
+    "own": (torch.bfloat16, torch.bfloat16, False), "mixed": (torch.bfloat16, torch.float32, False),
     "autocast-mixed": (torch.bfloat16, torch.float32, True),
     "autocast-own": (torch.bfloat16, torch.bfloat16, True),
     "autocast-wide": (torch.float32, torch.float32, True),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["layer-norm", "rms-norm"])

@@ -211,13 +211,10 @@ def test_fuse_model_without_data_finds_the_same() -> None:
 
 def model() -> nn.Module:
     shared = nn.LayerNorm(WIDTH)
-    return nn.ModuleDict(
-        {
-            "first": nn.Sequential(shared, nn.GELU()),
-            "second": nn.Sequential(modules.RMSNorm(), nn.GELU("tanh")),
-            "again": shared,
-        }
-    )
+    return nn.ModuleDict({
+        "first": nn.Sequential(shared, nn.GELU()),
+        "second": nn.Sequential(modules.RMSNorm(), nn.GELU("tanh")), "again": shared,
+    })  # fmt: skip
 
 
 @pytest.mark.parametrize(("options", "paths"), [

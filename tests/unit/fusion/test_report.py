@@ -17,16 +17,14 @@ def model() -> nn.Module:
 
 def test_report_prints_a_table_with_counts_and_reasons() -> None:
     assert str(anychip.fuse(model())).splitlines() == [
-        "replaced 4",
-        "kind        count  from       to              the model's own code serves",
+        "replaced 4", "kind        count  from       to              the model's own code serves",
         "norm        2      RMSNorm    ops.rms_norm    other dtypes, or dtypes that torch mixes",
         "activation  1      GatedMLP   ops.swiglu      other dtypes",
         "norm        1      LayerNorm  ops.layer_norm  other dtypes, or dtypes that torch mixes",
-        "",
-        "left alone",
+        "", "left alone",
         "3  Linear  linear layers are replaced where asked: fuse(model, linear=True)",
         "1  ReLU    no norm, activation, attention or loss that an operator computes",
-    ]
+    ]  # fmt: skip
 
 
 def test_report_as_json_names_every_module() -> None:

@@ -91,11 +91,10 @@ def test_fused_rope_and_gradients_equal_float64(kind: str, positions: Tensor) ->
 
 
 MIXED = {
-    "all-bf16": (torch.bfloat16, torch.bfloat16),
-    "tables-fp32": (torch.bfloat16, torch.float32),
+    "all-bf16": (torch.bfloat16, torch.bfloat16), "tables-fp32": (torch.bfloat16, torch.float32),
     "tables-bf16": (torch.float32, torch.bfloat16),
     "fp16-and-bf16": (torch.float16, torch.bfloat16),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("dtype", "table"), MIXED.values(), ids=MIXED)

@@ -35,11 +35,9 @@ def test_reference_passes_the_suite_as_if_it_were_a_row(name: str) -> None:
 R = torch.randn
 EMPTY: dict[str, tuple[Any, ...]] = {
     "conv2d seen by nothing": ((1, 1, 4, 4), (1, 1, 1, 1), (1,), {"stride": 3}),
-    "bias_gelu no rows": ((0, 3), (3,)),
-    "bias_gelu no columns": ((3, 0), (0,)),
+    "bias_gelu no rows": ((0, 3), (3,)), "bias_gelu no columns": ((3, 0), (0,)),
     "bias_dropout_add no columns": ((3, 0), (3, 0), [1, 2], (0,)),
-    "bias_dropout_add 0-dim": ((), (), [1, 2]),
-    "softmax no queries": ((2, 0, 4), {"causal": True}),
+    "bias_dropout_add 0-dim": ((), (), [1, 2]), "softmax no queries": ((2, 0, 4), {"causal": True}),
     "softmax one causal key": ((3, 1), {"causal": True}),
     "rope no positions": ((1, 0, 2, 8), (1, 0, 1, 8), (0, 4), (0, 4)),
     "attention no positions": ((1, 0, 2, 8), (1, 0, 2, 8), (1, 0, 2, 8), {"causal": True}),
@@ -50,7 +48,7 @@ EMPTY: dict[str, tuple[Any, ...]] = {
     "linear_cross_entropy no inputs": ((3, 0), (5, 0), [0, 4, 2], (5,)),
     "embedding no width": ([1, 2], (4, 0)),
     "cross_entropy one class": ((3, 1), [0, 0, 0], {"label_smoothing": 0.2}),
-}
+}  # fmt: skip
 """Operator and what is at the edge, to arguments: shapes, integers, and last attributes. No oracle
 has a call with these."""
 

@@ -52,11 +52,10 @@ def parts(x: Tensor, how: str, count: int, seed: int) -> list[Tensor]:
 @given(
     shape=st.tuples(st.integers(1, 90), st.integers(1, 90)),
     how=st.sampled_from(["flat", "rows", "columns", "strided", "permuted"]),
-    count=st.integers(1, 9),
-    seed=st.integers(0, 2**20),
+    count=st.integers(1, 9), seed=st.integers(0, 2**20),
     exponents=st.sampled_from([4, 25, 90, 255]),
     special=st.sampled_from([None, math.inf, -math.inf, math.nan]),
-)
+)  # fmt: skip
 def test_parts_of_every_cut_have_the_bits_of_the_whole(
     shape: tuple[int, int], how: str, count: int, seed: int, exponents: int, special: float | None
 ) -> None:

@@ -45,9 +45,8 @@ RULES: dict[str, tuple[int, dict[str, Any]]] = {
     "sgd": (3, {"momentum": 0.9}),
     "sgd-nesterov": (3, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
     "sgd-decoupled": (3, {"momentum": 0.9, "weight_decay": 0.1, "decoupled": True}),
-    "lion": (3, {"weight_decay": 0.1}),
-    "lamb": (4, {}),
-}
+    "lion": (3, {"weight_decay": 0.1}), "lamb": (4, {}),
+}  # fmt: skip
 """Lists of tensors, and attributes."""
 
 

@@ -28,16 +28,13 @@ from tests.unit.fusion.parity import UNIT, relative, scramble
 CONFIGS = {
     "gpt": GPTConfig(vocab_size=61, context=24, layers=2, heads=4, width=32),
     "gpt-one-head-odd": GPTConfig(vocab_size=17, context=9, layers=3, heads=1, width=30),
-    "llama-grouped": LlamaConfig(
-        vocab_size=61, context=24, layers=2, heads=4, kv_heads=2, width=32
-    ),
-    "llama-one-kv-head": LlamaConfig(
-        vocab_size=17, context=9, layers=3, heads=3, kv_heads=1, width=30, hidden=50
-    ),
-    "llama-full-heads": LlamaConfig(
-        vocab_size=33, context=16, layers=1, heads=2, kv_heads=2, width=16
-    ),
-}
+    "llama-grouped":
+        LlamaConfig(vocab_size=61, context=24, layers=2, heads=4, kv_heads=2, width=32),
+    "llama-one-kv-head":
+        LlamaConfig(vocab_size=17, context=9, layers=3, heads=3, kv_heads=1, width=30, hidden=50),
+    "llama-full-heads":
+        LlamaConfig(vocab_size=33, context=16, layers=1, heads=2, kv_heads=2, width=16),
+}  # fmt: skip
 
 
 @pytest.fixture(params=CONFIGS.values(), ids=CONFIGS.keys())

@@ -118,9 +118,8 @@ SETTINGS: dict[str, tuple[Callable[..., optim.Rule], dict[str, Any]]] = {
     "lamb": (optim.lamb, {**DECAYED, "betas": (0.5, 0.7), "eps": 1e-3}),
     "lion": (optim.lion, {**DECAYED, "betas": [0.5, 0.7]}),
     "sgd": (MOMENTUM, {**DECAYED, "momentum": 0.5, "nesterov": True, "decoupled": True}),
-    "sgd-at-rest": (MOMENTUM, {"lr": 0.0}),
-    "sgd-no-momentum": (MOMENTUM, {"momentum": 0}),
-}
+    "sgd-at-rest": (MOMENTUM, {"lr": 0.0}), "sgd-no-momentum": (MOMENTUM, {"momentum": 0}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -132,9 +131,8 @@ def test_options_set_in_a_group_are_those_of_a_rule_made_with_them(name: str) ->
     made, brought, late = parameters(), parameters(), parameters()
     everything = [
         solo(made, make(**{"lr": 0.3, **arguments})),
-        solo([{"params": brought, **options}], make(lr=0.3)),
-        solo(late, make(lr=0.3)),
-    ]
+        solo([{"params": brought, **options}], make(lr=0.3)), solo(late, make(lr=0.3)),
+    ]  # fmt: skip
     everything[2].param_groups[0].update(options)
     for step in range(4):
         give(step, made, brought, late)

@@ -204,10 +204,9 @@ def test_one_step_sends_each_gradient_and_each_parameter_once(
             assert calls == {"all_reduce": buffers + 1}
         else:
             assert nbytes == {
-                "reduce_scatter": dtype.itemsize * sent,
-                "all_gather": 4 * sent * gathers,
+                "reduce_scatter": dtype.itemsize * sent, "all_gather": 4 * sent * gathers,
                 "all_reduce": tensors + 8 * WIDTH,
-            }
+            }  # fmt: skip
             all_gathers = buffers * gathers
             assert calls == {"reduce_scatter": buffers, "all_gather": all_gathers, "all_reduce": 2}
 

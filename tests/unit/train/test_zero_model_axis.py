@@ -51,11 +51,9 @@ def whole(num_replicas: int, steps: int) -> tuple[list[Tensor], list[Tensor | No
     return [p.detach() for p in params], norms
 
 
-@pytest.mark.parametrize(
-    ("num_replicas", "stage"),
-    [(1, 0), (2, 0), (2, 1), (2, 2), (3, 2)],
-    ids=["pipeline", "data-x-pipeline", "stage1", "stage2", "three-replicas"],
-)
+@pytest.mark.parametrize(("num_replicas", "stage"), [
+    (1, 0), (2, 0), (2, 1), (2, 2), (3, 2),
+], ids=["pipeline", "data-x-pipeline", "stage1", "stage2", "three-replicas"])  # fmt: skip
 def test_norm_of_a_model_on_two_ranks_has_the_bits_of_one(num_replicas: int, stage: int) -> None:
     def work(world: Communicator) -> tuple[list[Tensor], list[Tensor | None]]:
         # Ranks 0, 1 are the stages of replica 0, and so on.

@@ -40,10 +40,9 @@ CHUNK_NBYTES = 10_000
 RULES = {
     "adamw": lambda: optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(1e-2)),
     "adamw-8bit": lambda: optim.adamw(1e-2, states="8bit"),
-    "momentum": lambda: optim.sgd(0.1, momentum=0.9),
-    "lion": lambda: optim.lion(1e-3),
+    "momentum": lambda: optim.sgd(0.1, momentum=0.9), "lion": lambda: optim.lion(1e-3),
     "averaged": lambda: optim.averaged(optim.adamw(1e-2), 0.75),
-}
+}  # fmt: skip
 
 
 def everything(tier: Any, stage: int, *, has_masters: bool = False) -> dict[str, Any]:

@@ -53,9 +53,8 @@ ALWAYS = {
 def pairs() -> list[Any]:
     return [
         pytest.param(a, b, id=f"{a}-to-{b}", marks=() if (a, b) in ALWAYS else pytest.mark.grid)
-        for a in ARRANGEMENTS
-        for b in ARRANGEMENTS
-    ]
+        for a in ARRANGEMENTS for b in ARRANGEMENTS
+    ]  # fmt: skip
 
 
 def held(model: nn.Module, opt: zero.Optimizer, of: Any = None) -> dict[str, Tensor]:

@@ -112,17 +112,15 @@ def written_by_torch(name: str, ranks: int, microbatches: int, virtual: int) -> 
 INTERLEAVED_SHAPES = [(p, m, v) for p in range(2, 9) for m in (p, 2 * p, 5 * p) for v in (2, 3)]
 V_SHAPES = [(p, m, 2) for p in range(2, 9) for m in (2 * p, 2 * p + 1, 5 * p)]
 SAME = {
-    "Interleaved1F1B": (
-        interleaved,
-        [*INTERLEAVED_SHAPES, (4, 6, 2), (4, 3, 2), (3, 8, 2), (4, 1, 3)],
-    ),
+    "Interleaved1F1B":
+        (interleaved, [*INTERLEAVED_SHAPES, (4, 6, 2), (4, 3, 2), (3, 8, 2), (4, 1, 3)]),
     "InterleavedZeroBubble": (
         zero_bubble,
         [*INTERLEAVED_SHAPES, (4, 6, 2), (4, 3, 2), *((p, m, 1) for p, m, _ in V_SHAPES)],
     ),
     "ZBVZeroBubble": (lambda p, m, v: zbv(p, m), [*V_SHAPES, (4, 1, 2), (4, 5, 2), (8, 3, 2)]),
     "DualPipeV": (lambda p, m, v: dualpipev(p, m), V_SHAPES),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SAME)

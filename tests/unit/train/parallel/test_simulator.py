@@ -254,10 +254,9 @@ def test_picture_has_every_computation_where_it_ran(
     root = ElementTree.fromstring(text)
     drawn = [
         (float(x) - LEFT, float(y), float(x) - LEFT + float(width))
-        for path in root.iter(f"{SVG}path")
-        if path.get("fill")
+        for path in root.iter(f"{SVG}path") if path.get("fill")
         for x, y, width in re.findall(r"M([\d.]+) ([\d.]+)h([\d.]+)", path.get("d", ""))
-    ]
+    ]  # fmt: skip
     scale = WIDTH / float(found.makespan)
     for rank, row in enumerate(found.rows):
         y = 62 + 30 * rank

@@ -271,11 +271,9 @@ def test_loss_is_scaled_once_by_the_callers_backward_when_the_backward_is_split(
                 stage.weight.copy_(torch.randn(3, 3, generator=generator))
                 stage.bias.zero_()
             pipeline = Pipeline(
-                stage,
-                comm,
-                make_schedule("zb1p", 2, 3),
+                stage, comm, make_schedule("zb1p", 2, 3),
                 loss_fn=lambda y, t: (y - t).square().sum(),
-            )
+            )  # fmt: skip
             pipeline.run(torch.ones(3, 3), torch.zeros(3, 3), optimizer=optimizer)
             grads.append(stage.weight.grad)
         return grads
@@ -420,9 +418,8 @@ def trained(
             values = {n: p.detach().clone() for s in stages for n, p in s.named_parameters()}
         units = {
             number: {u.name: u.nbytes for u in optimizer.sharded.units if u.modules[0] in own}
-            for number, stage in pipeline.stages.items()
-            for own in [set(stage.modules())]
-        }
+            for number, stage in pipeline.stages.items() for own in [set(stage.modules())]
+        }  # fmt: skip
         return values, Use(actions, units, pipeline.bytes_in_use, peak)
 
     ranks = on_models(replicas * count, lambda: whole(config), work)[:count]

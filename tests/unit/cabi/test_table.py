@@ -46,9 +46,8 @@ def test_layout_is_the_same_for_compilers_and_cffi(language: str, tmp_path: Path
     assert len(structs()) == 7
     lines = [
         f'printf("{name}.{field} %zu\\n", offsetof({name}, {field}));'
-        for name, fields in structs().items()
-        for field in fields
-    ] + [f'printf("{name} %zu\\n", sizeof({name}));' for name in structs()]
+        for name, fields in structs().items() for field in fields
+    ] + [f'printf("{name} %zu\\n", sizeof({name}));' for name in structs()]  # fmt: skip
     source = tmp_path / "layout"
     source.write_text(
         "#include <anychip/abi.h>\n#include <stddef.h>\n#include <stdio.h>\n"

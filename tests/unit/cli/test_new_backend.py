@@ -12,10 +12,9 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "minichip"
 
 def _files(directory: Path) -> dict[str, str]:
     return {
-        str(path.relative_to(directory)): path.read_text()
-        for path in directory.rglob("*")
+        str(path.relative_to(directory)): path.read_text() for path in directory.rglob("*")
         if path.is_file()
-    }
+    }  # fmt: skip
 
 
 WRITTEN = {"README.md", "ci.sh", "pyproject.toml", "tests/test_backend.py"}

@@ -43,9 +43,8 @@ def test_record_says_what_each_rank_was_at(tmp_path: Path, check: str) -> None:
         assert found == [
             ("world", [0, 1], 1, "split pair [[1, 0]]", "done"),
             ("pair", [1, 0], 1, "barrier", "done"),
-            ("world", [0, 1], 1, "(2,) torch.float32", "done"),
-            *([last] if rank == 0 else []),
-        ]
+            ("world", [0, 1], 1, "(2,) torch.float32", "done"), *([last] if rank == 0 else []),
+        ]  # fmt: skip
         assert [calls[2][name] for name in ("source", "destination", "tag")] == [0, 1, 7]
         times = [c[name] for c in calls[:3] for name in ("begun", "waited", "ended")]
         assert times == sorted(times)

@@ -31,18 +31,14 @@ def test_frames_arrive_in_pieces_of_any_size(size: int) -> None:
 
 @pytest.mark.parametrize(
     ("stream", "why"),
-    [
-        (sealed(key=frames.keys(b"", NONCES, is_rank_0=False).outgoing), "key of this connection"),
-        (sealed(key=frames.keys(b"of the job", NONCES[::-1], is_rank_0=False).outgoing), "key of"),
-        (sealed(key=OURS.outgoing), "key of this connection"),
-        (b"[" * 1024, "key of this connection"),
-        (sealed()[:100] + b"\1" + sealed()[101:], "key of this connection"),
-        (sealed() + sealed(), r"number 0 \(expected 1\)"),
-        (sealed(1), r"number 1 \(expected 0\)"),
-        (sealed(0, TOLD._replace(sender=4)), "of rank 4"),
-    ],
+    [(sealed(key=frames.keys(b"", NONCES, is_rank_0=False).outgoing), "key of this connection"),
+     (sealed(key=frames.keys(b"of the job", NONCES[::-1], is_rank_0=False).outgoing), "key of"),
+     (sealed(key=OURS.outgoing), "key of this connection"), (b"[" * 1024, "key of this connection"),
+     (sealed()[:100] + b"\1" + sealed()[101:], "key of this connection"),
+     (sealed() + sealed(), r"number 0 \(expected 1\)"), (sealed(1), r"number 1 \(expected 0\)"),
+     (sealed(0, TOLD._replace(sender=4)), "of rank 4")],
     ids=["secret", "nonces", "mirrored", "noise", "changed", "again", "early", "another rank's"],
-)
+)  # fmt: skip
 def test_frame_that_is_not_the_senders_next_is_refused(stream: bytes, why: str) -> None:
     reader = frames.Reader(OURS.incoming)
     if len(stream) > 1024:

@@ -37,10 +37,9 @@ def test_store_of_one_machine_listens_on_loopback_alone() -> None:
         socket.create_connection((other, store.port), timeout=5)
 
 
-@pytest.mark.parametrize(
-    ("secret", "missing", "said"),
-    [(b"", "", "unauthenticated"), (b"of sixteen letters", "it was not built", "not built")],
-)
+@pytest.mark.parametrize(("secret", "missing", "said"), [
+    (b"", "", "unauthenticated"), (b"of sixteen letters", "it was not built", "not built"),
+])  # fmt: skip
 def test_what_is_missing_is_said_by_rank_0_alone(
     monkeypatch: pytest.MonkeyPatch, secret: bytes, missing: str, said: str
 ) -> None:

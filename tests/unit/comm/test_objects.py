@@ -19,13 +19,12 @@ def value_of(rank: int) -> dict[str, Any]:
     return {
         "float32": torch.arange(50.0) * (rank + 1),
         "bfloat16": torch.arange(41).to(torch.bfloat16) - rank,
-        "strided": torch.arange(60).view(6, 10).t()[1:],
-        "bool": torch.arange(3) > rank,
+        "strided": torch.arange(60).view(6, 10).t()[1:], "bool": torch.arange(3) > rank,
         "nothing": torch.empty(0, 4),
         "parameter": torch.nn.Parameter(torch.full((2, 3), float(rank))),
         "several": [shared, (shared, rank, "text", None), {3: 2.5}],
         "only here": [torch.tensor([rank], dtype=torch.int64)] * rank,
-    }
+    }  # fmt: skip
 
 
 def assert_same(got: Any, want: Any) -> None:

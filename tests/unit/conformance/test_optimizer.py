@@ -28,11 +28,9 @@ def test_oracle_of_ten_steps_gives_what_torch_gives_in_float64(name: str, clip: 
     params = [torch.nn.Parameter(value.double()) for value in start]
     subject, decay = SUBJECTS[name], SUBJECTS[name].attrs["weight_decay"]
     opt = torch_rule(name)(
-        [
-            {"params": params[:SECOND_GROUP], "weight_decay": decay, "lr": subject.lr},
-            {"params": params[SECOND_GROUP:], "weight_decay": 0.0, "lr": subject.lr / 2},
-        ]
-    )
+        [{"params": params[:SECOND_GROUP], "weight_decay": decay, "lr": subject.lr},
+         {"params": params[SECOND_GROUP:], "weight_decay": 0.0, "lr": subject.lr / 2}]
+    )  # fmt: skip
     oracle = Oracle(subject, start)
     for step in range(STEPS):
         grads: list[Tensor | None] = [torch.randn(s, generator=generator) for s in SHAPES]

@@ -142,13 +142,10 @@ def test_row_that_passes_on_all_that_it_is_given_has_no_findings() -> None:
     assert own_findings(row) == []
 
 
-@pytest.mark.parametrize(
-    ("lost", "wrong"),
-    [
-        ("eps", lambda x, weight, eps, library: row(x, weight, 1e-5, library=library)),
-        ("weight", lambda x, weight, eps, library: row(x, x[0], eps, library=library)),
-    ],
-)
+@pytest.mark.parametrize(("lost", "wrong"), [
+    ("eps", lambda x, weight, eps, library: row(x, weight, 1e-5, library=library)),
+    ("weight", lambda x, weight, eps, library: row(x, x[0], eps, library=library)),
+])  # fmt: skip
 def test_row_that_passes_a_wrong_argument_is_found(lost: str, wrong: Any) -> None:
     (found,) = own_findings(wrong)
     assert found.startswith(f"{lost}: ignored")
@@ -287,12 +284,9 @@ def test_forms_leave_out_and_change_sizes_and_strides() -> None:
 def test_operators_that_rows_call_are_recorded_in_both_directions_and_threads() -> None:
     table = OperatorTable()
     table.pair(
-        "made_up",
-        forward=lambda x: torch.clamp(x, -1.0, 0.5),
-        backward=lambda g: torch.add(g, g, alpha=2.0),
-        num_residuals=0,
-        fake_residuals=lambda x: (),
-    )
+        "made_up", forward=lambda x: torch.clamp(x, -1.0, 0.5),
+        backward=lambda g: torch.add(g, g, alpha=2.0), num_residuals=0, fake_residuals=lambda x: (),
+    )  # fmt: skip
     (made_up,) = table
     function, pair = made_up.function, made_up.paired
     x = torch.linspace(-3, 3, 5)

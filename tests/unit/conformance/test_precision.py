@@ -34,10 +34,9 @@ ROOM = 0.95
 """Largest error of a reference's float32 result, in units of its bound. A 16-bit result is rounded
 once, and half an ULP of it is nearly the whole bound: somewhere that half is always reached."""
 ONE_ROUNDING = {
-    (name, dtype)
-    for name in ("unscale_and_check", "top_k", "relu", "relu2", "sums_of_squares")
+    (name, dtype) for name in ("unscale_and_check", "top_k", "relu", "relu2", "sums_of_squares")
     for dtype in (torch.bfloat16, torch.float16)
-}
+}  # fmt: skip
 """One operation, rounded once, or whole numbers: there is nothing to do in a lower precision."""
 
 
@@ -158,13 +157,9 @@ def test_reference_with_term_by_term_float32_sums_passes(name: str) -> None:
 
 
 LOWER = [
-    (name, call.label, dtype)
-    for name, oracle in ORACLES.items()
-    for call in oracle.calls
-    if call.telling
-    for dtype in FORMATS
-    if (name, dtype) not in ONE_ROUNDING
-]
+    (name, call.label, dtype) for name, oracle in ORACLES.items() for call in oracle.calls
+    if call.telling for dtype in FORMATS if (name, dtype) not in ONE_ROUNDING
+]  # fmt: skip
 
 
 @pytest.mark.grid

@@ -312,10 +312,9 @@ def test_page_draws_coverage_and_what_lacks_pairs_first(good: Report) -> None:
     assert "#coverage" not in to_html(good)
     groups = coverage_groups(replace(good, coverage=COVERAGE))
     assert [(g.title, [name for name, _, _ in g.operators]) for g in groups] == [
-        ("Pairs that no call has", ["softmax", "linear"]),
-        ("Every pair, strength 3", ["swiglu"]),
+        ("Pairs that no call has", ["softmax", "linear"]), ("Every pair, strength 3", ["swiglu"]),
         ("Every pair, strength 2", ["gelu"]),
-    ]
+    ]  # fmt: skip
     softmax, linear = (words for _, _, words in groups[0].operators)
     # 6 pairs of a and b, a quarter of 8 of a and c, none of 12 of b and c.
     assert "30.7 % of all pairs of levels; least: b< with c 0 %, a with c 25 %" in softmax

@@ -115,9 +115,8 @@ def test_list_depends_on_level_types_and_capabilities() -> None:
     hashes = {
         declared_list("cpu", capabilities, formats, level).hash
         for capabilities in (dict[str, int](), CAPABILITIES)
-        for formats in (["fp32"], ["fp32", "bf16"])
-        for level in LEVELS
-    }
+        for formats in (["fp32"], ["fp32", "bf16"]) for level in LEVELS
+    }  # fmt: skip
     assert len(hashes) == 8
 
 
@@ -213,10 +212,9 @@ def test_what_is_no_report_is_wrong_use(tmp_path: Path, text: str, words: str) -
     assert words in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("text", "code", "words"),
-    [("good", 0, "the statement holds"), ("spoiled", 1, "DOES NOT HOLD"), ("other", 2, "not JSON")],
-)
+@pytest.mark.parametrize(("text", "code", "words"), [
+    ("good", 0, "the statement holds"), ("spoiled", 1, "DOES NOT HOLD"), ("other", 2, "not JSON"),
+])  # fmt: skip
 def test_command_verifies_a_file(
     written: Document,
     tmp_path: Path,

@@ -13,10 +13,9 @@ _C: Any = torch._C
 
 def bits() -> tuple[bool, ...]:
     return (
-        _C._get_deterministic_algorithms(),
-        _C._get_deterministic_algorithms_warn_only(),
+        _C._get_deterministic_algorithms(), _C._get_deterministic_algorithms_warn_only(),
         _C._get_deterministic_fill_uninitialized_memory(),
-    )
+    )  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

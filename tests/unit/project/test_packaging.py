@@ -65,10 +65,9 @@ def test_installed_distributions_are_those_of_the_constraints() -> None:
     }
     pinned = pins()
     wrong = {
-        name: str(version)
-        for name, version in installed.items()
+        name: str(version) for name, version in installed.items()
         if name not in pinned or not pinned[name].specifier.contains(version)
-    }
+    }  # fmt: skip
     assert wrong == {}, "add what was installed to constraints.txt, at the version to be kept"
 
 

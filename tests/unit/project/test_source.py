@@ -127,22 +127,18 @@ def circle(trees: Mapping[str, ast.Module]) -> list[str]:
 
 def layer_offences(tree: ast.Module, part: str, allowed: set[str]) -> list[str]:
     return [
-        f"line {line}: {part} uses anychip.{used}"
-        for line, used in imported_parts(tree)
+        f"line {line}: {part} uses anychip.{used}" for line, used in imported_parts(tree)
         if used != part and used not in allowed
-    ]
+    ]  # fmt: skip
 
 
 def chip_names(tree: ast.Module) -> list[str]:
     """Identifiers, attributes and strings with a chip's name in them; docstrings do not count."""
     prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     return [
-        f"line {getattr(node, 'lineno', '?')}: {text[:60]!r}"
-        for node in ast.walk(tree)
-        if id(node) not in prose
-        for text in texts(node)
-        if CHIPS & set(words(text))
-    ]
+        f"line {getattr(node, 'lineno', '?')}: {text[:60]!r}" for node in ast.walk(tree)
+        if id(node) not in prose for text in texts(node) if CHIPS & set(words(text))
+    ]  # fmt: skip
 
 
 def texts(node: ast.AST) -> Iterator[str]:
@@ -163,10 +159,9 @@ def host_names(tree: ast.Module) -> list[str]:
     prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     return [
         f"line {node.lineno}: {node.value[:60]!r}; it is contract.HOST, or a property of a backend"
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
         if id(node) not in prose and HOST_NAMES & set(words(node.value))
-    ]
+    ]  # fmt: skip
 
 
 def long_functions(tree: ast.Module) -> list[str]:
@@ -294,10 +289,9 @@ def test_core_files_name_no_chip() -> None:
 
 def test_core_files_leave_the_host_to_its_backend() -> None:
     paths = [
-        path
-        for path in OF_CORE
+        path for path in OF_CORE
         if str(path.relative_to(CORE)) not in NAMING_THE_HOST and "fusion" not in path.parts
-    ]
+    ]  # fmt: skip
     assert offences(paths, lambda path: host_names(parse(path))) == []
 
 

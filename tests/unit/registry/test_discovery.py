@@ -42,10 +42,9 @@ def test_backends_are_listed_by_name_with_who_brings_them(sites: tuple[Path, Pat
     _add(sites[0], "acme_plugin", "1.2", "[anychip.backends]\nzeta = acme.z\nacme = acme:plugin\n")
     _add(sites[0], "unrelated", "9", "[console_scripts]\nacme = acme:main\n")
     assert _found() == {
-        "acme": ["acme:plugin of acme_plugin 1.2"],
-        "torch": TORCH,
+        "acme": ["acme:plugin of acme_plugin 1.2"], "torch": TORCH,
         "zeta": ["acme.z of acme_plugin 1.2"],
-    }
+    }  # fmt: skip
     assert "acme" not in sys.modules
 
 
@@ -59,9 +58,8 @@ def test_two_distributions_with_one_name_are_both_listed(sites: tuple[Path, Path
     _add(sites[0], "acme_a", "1", "[anychip.backends]\nacme = a\n")
     _add(sites[1], "acme_b", "1", "[anychip.backends]\nacme = b\ntorch = b\n")
     assert _found() == {
-        "acme": ["a of acme_a 1", "b of acme_b 1"],
-        "torch": ["b of acme_b 1", *TORCH],
-    }
+        "acme": ["a of acme_a 1", "b of acme_b 1"], "torch": ["b of acme_b 1", *TORCH],
+    }  # fmt: skip
 
 
 def test_kernel_packs_are_listed_for_their_backend_and_device_only(

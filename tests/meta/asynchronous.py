@@ -284,7 +284,7 @@ class AsynchronousBackend(HonestBackend):
     def __init__(self) -> None:
         super().__init__()
         self.first = self.stream_type(has_thread=False)
-        self.streams: list[Stream] = []  # also those that nobody holds and that still have work
+        self.streams: list[tuple[weakref.ref[Stream], Progress]] = []
 
     @cached_property
     def memory(self) -> Memory:
@@ -292,13 +292,15 @@ class AsynchronousBackend(HonestBackend):
 
     def synchronize(self, index: int | None = None) -> None:
         self.check_index(index)
-        for stream in list(self.streams):
-            Stream.synchronize(stream)
+        for _, progress in list(self.streams):
+            progress.wait()
 
     def stream(self, index: int | None = None) -> torch.Stream:
         self.check_index(index)
+        # Of those that nobody holds, which have no thread then, the ones that still have work.
+        self.streams = [s for s in self.streams if s[0]() or not s[1].is_complete()]
         made = self.stream_type()
-        self.streams.append(made)
+        self.streams.append((weakref.ref(made), made.progress))
         return made
 
     def current_stream(self, index: int | None = None) -> torch.Stream:

@@ -140,10 +140,12 @@ def _all_but_a_named_one(self: AsynchronousBackend, index: int | None = None) ->
 
 
 def _pool_of_four(self: AsynchronousBackend, index: int | None = None) -> Any:
-    if len(self.streams) < 4:
-        return AsynchronousBackend.stream(self, index)
+    pool = vars(self).setdefault("pool", [])
+    if len(pool) < 4:
+        pool.append(AsynchronousBackend.stream(self, index))
+        return pool[-1]
     self.turn = getattr(self, "turn", 0) + 1
-    return self.streams[self.turn % 4]
+    return pool[self.turn % 4]
 
 
 def _small_copy_at_once(
@@ -270,13 +272,11 @@ def _current_only(self: AsynchronousBackend, index: int | None = None) -> None:
     self.current_stream().synchronize()
 
 
-class _Weak(weakref.WeakSet[Any]):
-    append = weakref.WeakSet.add
-
-
-def _holds_no_streams(self: AsynchronousBackend) -> None:
-    AsynchronousBackend.__init__(self)
-    self.streams = _Weak()  # type: ignore[assignment]
+def _of_held_streams(self: AsynchronousBackend, index: int | None = None) -> None:
+    self.check_index(index)
+    for stream, progress in list(self.streams):
+        if stream() is not None:
+            progress.wait()
 
 
 wrong = partial(wrong_parts, AsynchronousBackend, chapter="streams")
@@ -415,7 +415,7 @@ CATALOGUE: tuple[Wrong, ...] = (
     wrong_method("converted-at-the-call", "missing wait", "copy", AsynchronousMemory, "copy_async",
                  lambda _, right, target, source, stream=None:
                  right(target, source.to(target.dtype), stream)),
-    wrong("let-go-is-not-waited-for", "missing wait", "let_go", __init__=_holds_no_streams),
+    wrong("let-go-is-not-waited-for", "missing wait", "let_go", synchronize=_of_held_streams),
     wrong_method("ring-of-1024", "dropped tail", "deep", Stream, "add", lambda stream, right, call:
                  stream.progress.queued - stream.progress.done < 1024 and right(call)),
     wrong("copies-keep-nothing", "free while in use", "copy.kept", memory_type=CopiesKeepNothing),

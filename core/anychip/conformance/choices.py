@@ -300,7 +300,9 @@ class Choices:
                 self._spoil(factor, tensor, OPEN)
 
     def _spoil(self, factor: str, tensor: Tensor, kind: str) -> None:
-        """One number, at one of its ends or between them, is not finite; or one of each kind."""
+        """One number, at one of its ends or between them, is not finite; or one of each kind, or
+        all of a row.
+        """
         values = NOT_FINITE[kind]
         # Not in an order of chance: few rows are of these, and each of them hides the others.
         flat, turn = tensor.view(-1), self._places.get(factor, self.turn(factor))
@@ -309,7 +311,10 @@ class Choices:
         for number in range(count):
             value = values[(turn + number) % len(values)]
             signed = -value if math.isnan(value) and turn // 2 % 2 else value  # as x86 makes it
-            flat[places[(turn + turn // 3 + number) % 3]] = signed
+            place = places[(turn + turn // 3 + number) % 3]
+            flat[place] = signed
+            if turn % 5 == 2 and tensor.dim() > 1:
+                tensor.view(-1, tensor.shape[-1])[place // tensor.shape[-1]] = signed
         self.leaves_open |= kind == OPEN and bool(flat.isinf().any())
 
     def optional(self, factor: str, draw: Draw, *shape: int, **options: Any) -> Tensor | None:

@@ -430,11 +430,14 @@ def broadcast(at: Trial, way: Way) -> Planned:
 
 
 def _between(at: Trial, way: Way, source: int, destination: int, number: int = 0) -> Tensor:
-    """What one rank gives another: of unlike sizes, ``numel // (1 + s + 2 r)``, or of one."""
+    """What one rank gives another: of one size, or ``numel // (1 + s + 2 r)``, and some nothing."""
     world = at.comm.world_size
     place = (number * world + source) * world + destination
-    parts = world if way.cut == "near" else 1 + source + 2 * destination
-    return at.input(place, way.numel // parts, bits=way.is_rare)
+    if way.cut == "near":
+        return at.input(place, way.numel // world, bits=way.is_rare)
+    is_empty = (source + 2 * destination + number) % 4 == 3  # with more behind it
+    numel = 0 if is_empty else way.numel // (1 + source + 2 * destination)
+    return at.input(place, numel, bits=way.is_rare)
 
 
 def all_to_all(at: Trial, way: Way) -> Planned:

@@ -44,15 +44,15 @@ LATER_S = 0.02
 def ask_order(job: RankJob) -> None:
     """Messages of one tag come in the order in which they were sent; those of another one not."""
     comm, device, world = job.communicator(), job.backend.device(), job.world_size
-    tags = (3, 3, 3 + 2**15, 3)
+    tags = (3, 3, 3 + 2**15, 3, *(3 + 2**bits for bits in (2, 4, 5, 8)))
     for step in range(1, world):
         after, before = (comm.rank + step) % world, (comm.rank - step) % world
-        sends = [Trial(comm, device, torch.float32, f"send {number}") for number in range(4)]
+        sends = [Trial(comm, device, torch.float32, f"send {n}") for n in range(len(tags))]
         sent = [
             comm.send(trial.place(trial.input(comm.rank, 300)), after, tag=tag, async_op=True)
             for trial, tag in zip(sends, tags, strict=True)
         ]
-        for number in (2, 0, 1, 3):
+        for number in (7, 5, 2, 0, 6, 1, 4, 3):
             room = sends[number].place(300)
             comm.recv(room, before, tag=tags[number])
             want = sends[number].input(before, 300)

@@ -148,7 +148,8 @@ def _make_rare(parts: list[Tensor], reduction: Reduction, first: int) -> None:
 
     Sums that end at the largest and the smallest number of the type; Inf and NaN of one rank, and
     Inf of two signs; floats that overflow only together, unless they are averaged, where the
-    contract leaves open whether the sum or its terms are divided.
+    contract leaves open whether the sum or its terms are divided; of a largest one zeros of two
+    signs, of which all ranks get one.
     """
     world, dtype = len(parts), parts[0].dtype
     limits: Any = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
@@ -170,6 +171,7 @@ def _make_rare(parts: list[Tensor], reduction: Reduction, first: int) -> None:
                 3: float("inf") if is_first else -float("inf") if is_last else None,
                 4: together,
                 5: -0.98 * limits.max / world,
+                6: (-0.0 if rank % 2 else 0.0) if reduction in ("max", "min") else None,
             }
         for at, value in fills.items():
             if value is not None:

@@ -29,6 +29,7 @@ from anychip.conformance.case import (
     expect_error,
 )
 from anychip.conformance.formats import FORMATS, Array
+from anychip.conformance.many_times import can_repeat, large_calls
 from anychip.conformance.oracles import Oracle, oracle_of
 from anychip.conformance.oracles.oracle import numbers
 from anychip.conformance.trial import AnyOperator, Rule, Subject, Trial, may_vary, rule_cases
@@ -446,6 +447,24 @@ def check_norm(name: str, got: Tensor | None, want: Array, first_bound: Array) -
     )
 
 
+def rule_many_times(context: Context, of: Subject) -> None:
+    """Gradients of what a large call repeats are those of the small one."""
+    trial = GradientTrial(of.operator, of.oracle.plain[0], of.dtype, context.seed)
+    grads = trial.output_gradients()
+    small = dict(zip(trial.leaf_names, backward(context, trial, *trial.start(context), grads),
+                     strict=True))  # fmt: skip
+    wanted = trial.gradients(of.oracle, grads)
+    forms = trial.form[: trial.signature.num_outputs]
+    for large in large_calls(trial, context):
+        along = [at for at, y in zip(large.outputs, forms, strict=False) if y.is_floating_point()]
+        asked = GradientTrial(of.operator, large.call, of.dtype, context.seed)
+        many = [large.of(grad, at) for grad, at in zip(grads, along, strict=True)]
+        found = backward(context, asked, *asked.start(context), many)
+        for name, got in zip(asked.leaf_names, found, strict=True):
+            if (at := large.arguments.get(name)) is not None:
+                large.compare(context, f"gradient of {name}", got, small[name], wanted[name], at)
+
+
 def _has_lse(of: Subject, _: Context) -> bool:
     return of.operator.spec.name in ("attention", "attention_varlen")
 
@@ -460,6 +479,7 @@ RULES = (
     Rule("one-output", rule_one_output, lambda of, _: of.operator.signature.num_outputs > 1),
     Rule("deferred", rule_deferred, lambda of, _: of.is_bitwise and of.operator.spec.deferrable),
     Rule("blocks", rule_blocks, _has_lse),
+    Rule("many-times", rule_many_times, can_repeat, of_no_type=True),
     Rule("saved", rule_saved, of_no_type=True),
     Rule("twice", rule_twice, _twice),
 )

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from anychip import ops
 from anychip.conformance.case import Case, Context, check, check_equal_bits
-from anychip.conformance.chapters.streams import READ, Race
+from anychip.conformance.races import READ, Race
 from anychip.conformance.surroundings import again, in_thread
 from anychip.contract import Graph
 

@@ -375,6 +375,9 @@ def empty_cache(context: Context) -> None:
     check(lower <= 0, f"the peak is {lower} bytes lower: {before}, then {after}")
     for tensor in kept:
         check_pattern(77, tensor)
+    small = [memory.allocate(4096) for _ in range(300)]
+    check_bounds(context, memory.stats())
+    del small
 
 
 # Peak

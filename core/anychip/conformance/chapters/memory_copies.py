@@ -208,6 +208,8 @@ def of_layouts(context: Context) -> None:
         check_assigned(context, what, room, base, at, of)
     for dims in range(1, 8):
         base = counted((2, 3, 4, 5, 2, 3, 2)[:dims]).float()
+        what = f"{dims} dims, the second half of the first"  # of size 1, and not at the start
+        check_assigned(context, what, -base[1:], base, of=lambda x: x[1:])
         for of in (reverse, lambda x: x.transpose(0, -1)):
             room = -of(base).contiguous()
             check_assigned(context, f"{dims} dims, source turned", room, base, of=of)

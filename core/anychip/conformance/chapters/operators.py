@@ -17,6 +17,7 @@ from anychip.conformance.arithmetic import Rounded
 from anychip.conformance.calls import Call, PlacedCall
 from anychip.conformance.case import Case, Context, check, check_same_bits
 from anychip.conformance.formats import FORMATS
+from anychip.conformance.many_times import can_repeat, large_calls
 from anychip.conformance.oracles import oracle_of
 from anychip.conformance.trial import Rule, Subject, Trial, each_trial, may_vary, rule_cases
 from anychip.dispatch.operator import registered
@@ -154,4 +155,20 @@ def rule_versions(context: Context, of: Subject) -> None:
                 check(tensor._version == version, f"the version of {name} changed; it is read only")
 
 
-RULES = (Rule("versions", rule_versions, lambda of, _: not of.returns, of_no_type=True),)
+def rule_many_times(context: Context, of: Subject) -> None:
+    """The results of a large call are those of the small one that it repeats."""
+    trial = next(each_trial(context, of))
+    small, wanted = trial.run(trial.place(context)), trial.expected(of.oracle)
+    for large in large_calls(trial, context):
+        asked = of.trial(large.call, context)
+        results = asked.run(asked.place(context))
+        check_form(context, asked, results)
+        found = zip(trial.names(), results, small, wanted, large.outputs, strict=False)
+        for name, *of_result in found:
+            large.compare(context, name, *of_result)
+
+
+RULES = (
+    Rule("versions", rule_versions, lambda of, _: not of.returns, of_no_type=True),
+    Rule("many-times", rule_many_times, can_repeat, of_no_type=True),
+)

@@ -234,14 +234,15 @@ def generator_repeats(context: Context) -> None:
 def generator_is_independent(context: Context) -> None:
     """Neither torch.manual_seed nor another generator moves it, nor it them."""
     make = context.backend.generator
-    first = draw(context, make(17))
-    generator, other, twin = make(17), make(99), make(17)
-    torch.manual_seed(5)
-    draw(context, other)
-    torch.randn(10, device=context.device)
-    check_equal_bits("after other generators were used", draw(context, generator), first)
-    draw(context, generator)
-    check_equal_bits("of a twin, which the first has left behind", draw(context, twin), first)
+    for where in ((), (context.backend.current_device(),)):  # also of a device by its index
+        first = draw(context, make(17, *where))
+        generator, other, twin = (make(seed, *where) for seed in (17, 99, 17))
+        torch.manual_seed(5)
+        draw(context, other)
+        torch.randn(10, device=context.device)
+        check_equal_bits("after other generators were used", draw(context, generator), first)
+        draw(context, generator)
+        check_equal_bits("of a twin, which the first has left behind", draw(context, twin), first)
     alive = [make(seed) for seed in range(70)]  # more than any pool has
     context.backend.set_random_state(context.backend.random_state())
     for seed, one in enumerate(alive):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -24,17 +23,12 @@ from torch import Tensor
 
 from anychip import ops
 from anychip.conformance.case import Case, Context, check, check_equal_bits
+from anychip.conformance.races import READ, WRITES, Race
 from anychip.conformance.surroundings import again, in_thread
-from anychip.contract import HOST, Backend
+from anychip.contract import HOST
 
-WRITES = 8
-LONG_MS = 3.0
-"""Each piece of a race takes so long, if the largest tensor allows it."""
-SMALLEST, LARGEST = 1 << 16, 1 << 28
 TIMES, SHORT = 8, 2
 """How often one event is used, each time behind so many writes."""
-READ = 4096
-"""Elements of the read, at the end of the tensor, where writes arrive last."""
 PATIENCE_S = 30.0
 PATIENT_MS = {"quick": 1200.0, "full": 6000.0}
 """How long everybody has to be able to wait, as far as a stream takes so much work at once."""
@@ -47,90 +41,6 @@ def cases(context: Context) -> Iterator[Case]:
     asked = [Case(id=f"streams/{n}", run=q, capability="streams") for n, q in QUESTIONS.items()]
     yield from asked
     yield from again("streams", asked, ONCE)
-
-
-class Race:
-    """Long writes on a stream of its own, and what a reader has to find.
-
-    Attributes:
-        x: becomes ``want`` everywhere.
-        stream: on which it does.
-        reader: another one, which was there before the writes.
-    """
-
-    want = float(WRITES)
-
-    def __init__(self, context: Context) -> None:
-        self.context, self.backend = context, context.backend
-        self.x = torch.zeros(race_size(context), device=context.device)
-        self.stream, self.reader = self.backend.stream(), self.backend.stream()
-        self.idle = self.backend.stream()  # made last, and never used: nothing may mean this one
-        self.current = self.backend.current_stream()
-        self.backend.synchronize()
-
-    def start(self, count: int = WRITES) -> Race:
-        """Queues the writes."""
-        with self.backend.use_stream(self.stream):
-            for _ in range(count):
-                self.x += 1.0
-        return self
-
-    def event(self, **kind: bool) -> torch.Event:
-        """An event behind the writes."""
-        event = self.backend.event(**kind)
-        event.record(self.stream)
-        return event
-
-    def read(self) -> list[Tensor]:
-        """What the current stream finds, in every way in which a stream reads."""
-        part, room = self.x[-READ:], torch.empty(2, READ, device=self.x.device)
-        self.backend.memory.copy_async(room[0], part)
-        return [part * 1.0, part.clone(), room[1].copy_(part), room[0]]
-
-    def read_on(self, stream: torch.Stream | None = None) -> list[Tensor]:
-        """What a stream finds; without one, what one finds that waits for nothing."""
-        with self.backend.use_stream(stream or self.reader):
-            return self.read()
-
-    def settle(self) -> None:
-        """Waits for everything; nothing but ``use_stream`` has made another stream current."""
-        self.backend.synchronize()
-        check(self.backend.current_stream() == self.current, "another stream stays current")
-
-    def check(self, what: str, found: list[Tensor], want: float | None = None) -> None:
-        """Compares a read, once all is done."""
-        self.settle()
-        for way, got in zip(("operator", "clone", "copy_", "copy_async"), found, strict=True):
-            value = self.want if want is None else want
-            check_equal_bits(f"{what}, by {way}", got.cpu(), torch.full((READ,), value))
-
-
-_sizes: weakref.WeakKeyDictionary[Backend, int] = weakref.WeakKeyDictionary()
-
-
-def race_size(context: Context) -> int:
-    """Elements of a tensor on which one write takes LONG_MS, measured once per backend."""
-    if context.backend not in _sizes:
-        _sizes[context.backend] = _measured_size(context)
-    return _sizes[context.backend]
-
-
-def _measured_size(context: Context) -> int:
-    # A race has two such tensors at most.
-    largest = min(LARGEST, context.backend.memory.info().free // 64)
-    numel = SMALLEST
-    while 4 * numel <= largest:
-        x = torch.zeros(numel, device=context.device)
-        context.backend.synchronize()
-        with context.backend.use_stream(context.backend.stream()):
-            start = time.perf_counter()
-            for _ in range(WRITES):
-                x += 1.0
-        context.backend.synchronize()
-        if (time.perf_counter() - start) * 1000 >= LONG_MS * WRITES:
-            break
-        numel *= 4
-    return numel
 
 
 def in_order(context: Context) -> None:
@@ -171,6 +81,15 @@ def two_waiters(context: Context) -> None:
     del event, done  # whoever waits needs them no more
     for number, result in enumerate(found):
         race.check(f"read behind two events, by stream {number} of two", result)
+
+
+def event_let_go(context: Context) -> None:
+    """A stream that is told to wait needs no event: nobody holds it when the stream comes to it."""
+    for name in ("event.wait", "wait_event"):
+        busy, race = Race(context).start(), Race(context).start().start().start()
+        WAITS[name](race, race.event(), busy.stream)
+        what = f"read behind {name}() of an event that was let go"
+        race.check(what, race.read_on(busy.stream), 3.0 * race.want)
 
 
 def wait_is_for_this_record(context: Context) -> None:
@@ -283,16 +202,18 @@ def copy_on_stream(context: Context, *, current: bool) -> None:
 
 def copied_is_kept(context: Context) -> None:
     """A copy holds its source: memory that its last holder lets go of is not used again before."""
-    race = Race(context).start()
-    target = torch.zeros(READ, device=context.device)
-    source = torch.full((READ,), 7.0, device=context.device)
-    race.stream.wait_stream(race.backend.current_stream())
-    race.backend.memory.copy_async(target, source, race.stream)
-    del source
-    others = [torch.full((READ,), -1.0, device=context.device) for _ in range(8)]
-    race.settle()
-    del others
-    check_equal_bits("copied from what was let go", target.cpu(), torch.full((READ,), 7.0))
+    for start in (0, 64):  # of a part, too
+        race = Race(context).start()
+        target = torch.zeros(READ, device=context.device)
+        source = torch.full((start + READ,), 7.0, device=context.device)[start:]
+        race.stream.wait_stream(race.backend.current_stream())
+        race.backend.memory.copy_async(target, source, race.stream)
+        del source
+        others = [torch.full((start + READ,), -1.0, device=context.device) for _ in range(8)]
+        race.settle()
+        del others
+        what = f"copied from what was let go, from element {start} on"
+        check_equal_bits(what, target.cpu(), torch.full((READ,), 7.0))
 
 
 def let_go(context: Context) -> None:
@@ -443,14 +364,15 @@ def elapsed(context: Context) -> None:
 
 
 def use_stream_restores(context: Context) -> None:
-    """Blocks nest, and an exception leaves one like its end does."""
+    """Blocks nest, and an exception leaves one like its end does; so does a key press."""
     backend, before = context.backend, context.backend.current_stream()
     streams = (before, backend.stream(), backend.stream())
-    for outer, inner in product(streams, repeat=2):  # also one within itself
+    errors = KeyError, KeyboardInterrupt
+    for outer, inner, error in product(streams, streams, errors):  # also one within itself
         with backend.use_stream(outer):
             with backend.use_stream(inner):
-                with suppress(KeyError), backend.use_stream(outer):
-                    raise KeyError("on purpose")
+                with suppress(error), backend.use_stream(outer):
+                    raise error("on purpose")
                 check(backend.current_stream() == inner, "after an exception no stream returned")
             check(backend.current_stream() == outer, "the outer stream did not return")
         check(backend.current_stream() == before, "the first stream did not return")
@@ -561,12 +483,16 @@ HOST_READS: dict[str, Callable[[Tensor], Any]] = {
     "equal": lambda x: torch.equal(x, x.clamp(min=float(WRITES))),
     "nonzero": lambda x: x.nonzero().tolist(),
     "mask": lambda x: x[x == WRITES].tolist(),
+    "nonzero.mask": lambda x: (x == WRITES).nonzero().tolist(),
+    "unique": lambda x: x.unique().tolist(),
+    "repeat": lambda x: x.repeat_interleave((x == WRITES).long()).tolist(),
 }
 QUESTIONS: dict[str, Callable[[Context], None]] = {
     "order": in_order,
     **{name: partial(wait_holds_stream, what=f"{name}()", wait=w) for name, w in WAITS.items()},
     "event.waiters": two_waiters,
     "event.moved": wait_is_for_this_record,
+    "event.let_go": event_let_go,
     "deep": deep,
     "chain": chain,
     "operators": operator_on_stream,

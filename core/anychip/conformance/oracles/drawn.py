@@ -16,6 +16,7 @@ from torch import Tensor
 from anychip.conformance.calls import Arguments, Draw
 from anychip.conformance.choices import LARGEST, MOST_ROWS, OPEN, Choices, Classes
 from anychip.conformance.oracles import drawn_lists, quantization, reference
+from anychip.conformance.oracles.drawn_convolutions import LONG, conv1d, conv2d
 from anychip.conformance.oracles.drawn_lists import SPECIAL, SQUARES
 from anychip.contract import OperatorSpec
 
@@ -28,8 +29,6 @@ _OPEN = (OPEN,)
 torch's own is NaN at inf on some hosts. Values are of this kind where nothing else is said."""
 _FORMS = ("none", "tanh")
 _SMALL_EPS, _LARGE_EPS = (1e-3, 1e-4, 0.002, 5e-4), ((0.5, 0.1, 0.2, 0.05, 0.3, 0.7), (1.0, 2.0))
-_LONG = (300, 100, 200, 600, 1100)
-"""Of a first dim, which a kernel may hold in a dimension of its grid."""
 _SCALES = 2.0**8, 2.0**-8
 """Of weights after a norm: gradients may be made with the cube of a row's 1 / deviation, as torch
 does. Further away, of huge rows, what is made in between is no normal number of float32."""
@@ -79,7 +78,7 @@ def _norm(
 
 def _group_norm(choose: Choices, draw: Draw) -> Arguments:
     groups = choose.number("num_groups", (1,), (2,), (3, 5, 7, 6, 12), (8, 4, 16, 32, 64, 100, 257))
-    batch = choose.number("batch", (2, 3, 4), (1,), (0,), (5, 8, 16, 17, 31, 64), _LONG)
+    batch = choose.number("batch", (2, 3, 4), (1,), (0,), (5, 8, 16, 17, 31, 64), LONG)
     most = 1000 if batch * groups < 16 else 8 if batch * groups < 600 else 2
     sizes = (1,), (2, 3), (4, 8, 15, 5, 16), (64, 250, 33, 500, 128, 1000, 300)
     channels = choose.number_up_to(most, "channels of a group", *sizes)
@@ -179,6 +178,20 @@ def _broadcast(choose: Choices, factor: str, shape: list[int]) -> list[int] | No
     return forms[choose.of(factor, *forms)]
 
 
+def _visible(choose: Choices, draw: Draw, factor: str, shape: Sequence[int]) -> Tensor:
+    """Keys at random; or all but a run of them, as padding and windows hide, in each row another:
+    whole tiles of a kernel have none.
+    """
+    kind = choose.of(factor, "some", "the first", "the last", "all but a run")
+    if kind == "some":
+        return draw.uniform(*shape) < 0.7
+    keys = shape[-1]
+    key, end = torch.arange(keys), (draw.uniform(*shape[:-1], 1) * keys).long()
+    if kind == "the last":
+        return key <= end
+    return (key >= end) & ((key <= end + keys // 8) | torch.tensor(kind == "the first"))
+
+
 def _softmax(choose: Choices, draw: Draw) -> Arguments:
     shape = choose.rows(high=1025)
     room = choose.room(*shape)
@@ -186,8 +199,13 @@ def _softmax(choose: Choices, draw: Draw) -> Arguments:
     x = choose.values("x", draw, *shape, ends=(60.0, 1e-4), more=_OPEN)
     of_mask = _broadcast(choose, "mask", shape)
     of_bias = _broadcast(choose, "bias", shape)
-    mask = None if of_mask is None else draw.uniform(*of_mask) < 0.7
-    bias = None if not of_bias else draw.normal(*of_bias, dtype=_wide(choose, draw, "wide bias"))
+    mask = None if of_mask is None else _visible(choose, draw, "mask hides", of_mask)
+    bias = None
+    if of_bias:
+        bias = draw.normal(*of_bias, dtype=_wide(choose, draw, "wide bias"))
+        hides = choose.of("bias is -inf", False, True, can=(True, bool(bias.dim())))
+        if hides:
+            bias.masked_fill_(~_visible(choose, draw, "bias hides", of_bias), -math.inf)
     scales = (1.0,), (0.125, 0.5, 0.01, 0.1, 0.03), (2.0, 1.5, 10.0, 3.0), (-0.5, -1.0), (0.0,)
     scale = choose.number("scale", *scales)
     return (x, mask, bias), {"scale": scale, "causal": choose.of("causal", False, True)}
@@ -206,7 +224,7 @@ def _heads(choose: Choices, most: int = 100) -> tuple[int, int, int]:
 def _rope(choose: Choices, draw: Draw) -> Arguments:
     heads, kv_heads, dim = _heads(choose)
     most = max((1 << 14) // (heads * dim), 1)
-    batch = choose.number_up_to(most, "batch", (1,), (2,), (3, 4, 5, 8, 16, 20, 33), (0,), _LONG)
+    batch = choose.number_up_to(most, "batch", (1,), (2,), (3, 4, 5, 8, 16, 20, 33), (0,), LONG)
     length = choose.room(batch, heads, dim).size("length", none=True)
     half = max(dim // choose.of("rotated", 1, 2, 4), 2) // 2
     q, k = (
@@ -253,7 +271,7 @@ def _attention(choose: Choices, draw: Draw, *, dropout: bool = False) -> Argumen
     heads, kv_heads, dim = _heads(choose, 8 if dropout else 100)
     scores = _SCORES[0 if dropout else choose.turn("scores") % len(_SCORES)]
     most = max(min(_SCORES[0] // heads, 8 if dropout else _SCORES[0]), 1)
-    batch = choose.number_up_to(most, "batch", (1,), (2, 3, 4, 8, 16, 33), (0,), _LONG)
+    batch = choose.number_up_to(most, "batch", (1,), (2, 3, 4, 8, 16, 33), (0,), LONG)
     room, cross = choose.room(batch, heads, elements=scores), choose.of("cross", False, True)
     queries = room.size("queries", 2000 if cross else math.isqrt(room.left), none=True)
     keys = room.size("keys", 2000, none=True) if cross else queries
@@ -344,47 +362,6 @@ def _linear(choose: Choices, draw: Draw) -> Arguments:
     weight = choose.values("weight", draw, outputs, inputs, more=SPECIAL)
     bias = choose.optional("bias", draw, outputs)
     return (x, weight, bias), {"out_dtype": _out_dtype(choose)}
-
-
-def _conv1d(choose: Choices, draw: Draw) -> Arguments:
-    batch = choose.number("batch", (2,), (1,), (3, 4, 5, 8, 16, 40, 64), (0,), _LONG)
-    kernel = choose.number("kernel", (4,), (1,), (2,), (3, 5), (7, 6, 8, 16), (64, 130, 31))
-    room = choose.room(batch, -(-kernel // 4))
-    channels, length = room.size("channels", 2000), room.size("length", none=True)
-    x = choose.values("x", draw, batch, channels, length)
-    weight = choose.values("weight", draw, channels, kernel, more=())  # what is padded times NaN
-    return (x, weight, choose.optional("bias", draw, channels)), {}
-
-
-def _conv2d(choose: Choices, draw: Draw) -> Arguments:
-    """Kernels that fit: an image is as large as what its kernel spans, or larger."""
-    names = ("height", "width")
-    long = (4, 5, 7, 8), (16, 32, 11)
-    kernel = [choose.number(f"kernel {name}", (1,), (2,), (3,), *long) for name in names]
-    if math.prod(kernel) > 64:  # the oracle adds up place by place, and all channels at each
-        kernel[1] = 2
-    groups = choose.number("groups", (1,), (2, 3), (4, 8, 6, 16), (32, 64, 100, 256))
-    most = 17 if math.prod(kernel) * groups <= 64 else 2
-    inputs = groups * choose.number_up_to(most, "inputs of a group", (1,), (3, 2, 4), (16, 8))
-    outputs = groups * choose.number_up_to(most, "outputs of a group", (1,), (2, 3, 4), (17, 8, 16))
-    dilation = [choose.number(f"dilation {name}", (1,), (2,), (3, 4, 5)) for name in names]
-    # One dim may be long at a time: batch, height or width.
-    few = 16 if groups <= 16 else 3
-    most = max((1 << 10) // (max(inputs, outputs) * math.prod(kernel)), 1)
-    batch = choose.number_up_to(most, "batch", (1,), (2, 3, 5), (0,), (8, 17, 40, *_LONG))
-    most, sizes = max(most // max(batch, 1), few if batch < 9 else 1), []
-    more = (1,), (2, 3, 6), (5, 4, 8), (9, 16, 13), (33, 64, 100, 300, 1100)
-    for name, k, d in zip(names, kernel, dilation, strict=True):
-        found = choose.number_up_to(most, f"more {name}", *more)
-        sizes.append((k - 1) * d + found)
-        most = max(most // found, few) if most >= few else most
-    x = choose.values("x", draw, batch, inputs, *sizes)
-    weight = choose.values("weight", draw, outputs, inputs // groups, *kernel, more=())
-    bias = choose.optional("bias", draw, outputs)
-    stride = [choose.number(f"stride {name}", (1,), (2,), (3, 5, 4, 8)) for name in names]
-    padding = [choose.number(f"padding {name}", (0,), (1,), (2, 3, 5, 4)) for name in names]
-    attrs = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
-    return (x, weight, bias), attrs
 
 
 def _grouped_linear(choose: Choices, draw: Draw) -> Arguments:
@@ -522,9 +499,14 @@ def _quantize(choose: Choices, draw: Draw) -> Arguments:
     return (x, _rng(choose, draw) if is_random else None), attrs
 
 
+_LARGE = (5000, 4096, 1000, 1024, 2048)
+
+
 def _coding(choose: Choices) -> dict[str, Any]:
     format = choose.of("format", *quantization.FORMATS)
-    block = choose.number("block", (32, 16), (1, 2), (3, 5, 7), (64, 128), (256,), (5000, 1000))
+    block = choose.number(
+        "block", (32, 16), (1, 2), (3, 5, 7), (64, 128), (256, 512), (5000, 4096, 1000, 1024, 2048)
+    )
     return {"format": format, "block": 32 if format.startswith("mx_") else block}
 
 
@@ -577,8 +559,8 @@ DRAWN: Mapping[str, Drawn] = {
     "attention_varlen": _attention_varlen,
     "linear": _linear,
     "grouped_linear": _grouped_linear,
-    "conv1d": _conv1d,
-    "conv2d": _conv2d,
+    "conv1d": conv1d,
+    "conv2d": conv2d,
     "permute": _permute,
     "unpermute": _unpermute,
     "embedding": _embedding,

@@ -9,17 +9,17 @@ level. ``PLAIN`` are small calls of ordinary numbers, for rules that do not depe
 and 256 where multi-tensor kernels start another launch.
 """
 
-import math
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from anychip.conformance.calls import Arguments, Call, Draw, Layout
 from anychip.conformance.choices import Given
+from anychip.conformance.oracles import fixed_values as values
+from anychip.conformance.oracles import quantization
 from anychip.conformance.oracles.drawn import DRAWN
 
 BEYOND_16_BITS = 70_001
@@ -49,15 +49,15 @@ class Point(NamedTuple):
 
     def call(self, operator: str) -> Call:
         """The call of an operator."""
-        values = Given(self.given)
+        choose = Given(self.given)
         return Call(
             self.label,
             partial(_made, operator, self),
             telling=self.telling,
             full=self.full,
             full_in_16_bits=self.full_in_16_bits,
-            statistical=self.statistical and values.is_random,
-            gradient=self.gradient and values.is_finite,
+            statistical=self.statistical and choose.is_random,
+            gradient=self.gradient and choose.is_finite,
             layout=self.layout,
         )
 
@@ -125,7 +125,10 @@ HEADS = ("heads of a key head", "key heads", "head_dim")
 # Shapes: round and beside powers of two and vector widths (4, 8, 16, 64); longer than a block.
 _SEQUENCE_FIRST = Point("sequence-first", {"rows": (3, 4)}, layout="swapped")
 _NORM = telling("4x8 3x17 5x64 4x1000 3x4096", *SHAPED)
-_NORM_ENDS = (_SEQUENCE_FIRST, large("300x260", {"rows": (300,), "width": 260}), many_rows(2),
+_FAR = {"rows": (3,), "width": 5000}
+_NORM_ENDS = (_SEQUENCE_FIRST,
+              Point("far-from-0", _FAR, values.far_from_zero),
+              large("300x260", {"rows": (300,), "width": 260}), many_rows(2),
               Point("eps:0", {"rows": (5,), "width": 64, "eps": 0.0}))  # fmt: skip
 _ELEMENTS = (
     _SEQUENCE_FIRST,
@@ -137,98 +140,6 @@ _BY_FORM = tuple(
     for form in ("none", "tanh")
     for point in telling("17 1025", *SHAPED, end=f".{form}", given={"approximate": form})
 )
-
-
-def _far_scores(args: tuple[Any, ...]) -> None:
-    """About -22,500, which a number that stands for -inf, such as -10,000, exceeds; and of every
-    second query 22,500. Before they are scaled float16 does not hold them.
-    """
-    args[0][..., 0], args[1][..., 0] = 300.0, -300.0
-    args[0][..., 1::2, :, 0] *= -1.0
-
-
-def _far_gates(args: tuple[Any, ...]) -> None:
-    """Small slopes: what float16 does not hold before is found to be small with them."""
-    args[0].fill_(-3.0)
-    args[1].fill_(30_000.0)
-
-
-def _far_sums(args: tuple[Any, ...]) -> None:
-    """Two numbers whose sum float16 does not hold."""
-    for arg in args:
-        arg.fill_(-6e4)
-
-
-def _far_terms(args: tuple[Any, ...]) -> None:
-    """Numbers whose sums float16 does not hold before they are scaled."""
-    args[0].mul_(8192.0)
-
-
-def _far_scaled(args: tuple[Any, ...]) -> None:
-    """Numbers that float16 does not hold once they are scaled."""
-    args[0].add_(3e4)
-
-
-def _of_one_sign(args: tuple[Any, ...]) -> None:
-    """Values whose mean is far from 0: that it is rounded shows."""
-    args[2].add_(4.0)
-
-
-def _far_softmax(args: tuple[Any, ...]) -> None:
-    """Its scores lie beyond such a number too; each row sees a key, but for the last."""
-    args[0].sub_(30_000.0)
-    args[0][..., -1, :] = -math.inf
-    if args[1] is not None:
-        args[1].fill_diagonal_(True)
-
-
-def _far_targets(args: tuple[Any, ...]) -> None:
-    """The last class, and those that are -100, which is ignored, in 8 and in 16 bits."""
-    target = next(arg for arg in args if isinstance(arg, Tensor) and arg.dtype == torch.int64)
-    size = args[0].shape[-1] if args[1] is target else args[1].shape[0]
-    chosen = [size - 1, size // 2, 40_000 % size, -100 % 2**8, -100 % 2**16]
-    target.copy_(torch.tensor(chosen))
-
-
-def _far_rows(args: tuple[Any, ...]) -> None:
-    """Indices from both ends and around 2^15 and 2^16."""
-    count = len(args[1])
-    args[0].copy_(torch.tensor([0, 1, count - 1, count - 2, 32_767, 32_768, 65_536]))
-
-
-def _far_octaves(args: tuple[Any, ...]) -> None:
-    """Gradients of 24 octaves in one block of codes, and one block of zeros."""
-    (grad,) = args[1]
-    grad.mul_(torch.exp2(torch.arange(grad.numel()) * 7919 % 25 - 12.0).view_as(grad))
-    grad[1] = 0.0
-
-
-def _no_gradients(args: tuple[Any, ...]) -> None:
-    """A gradient of 0 is no reason to leave a tensor out: its averages decay."""
-    for grad in args[1][::4]:
-        grad.zero_()
-
-
-def _zero_norms(args: tuple[Any, ...]) -> None:
-    """A parameter of 0 has no norm, and no update has one where there is neither gradient, moment
-    nor decay.
-    """
-    for number, tensors in enumerate(zip(*args[:4], strict=True)):
-        for tensor in tensors[1:] if number % 2 else tensors[:1]:
-            tensor.zero_()
-
-
-def _impossible(args: tuple[Any, ...]) -> None:
-    """A target that a mask has ruled out: the loss is infinite, and says so."""
-    args[0][0, int(args[1][0])] = -math.inf
-
-
-def _ties(args: tuple[Any, ...]) -> None:
-    """Blocks of zeros, of one value, of an outlier, and of halves of steps of 8 bits."""
-    x = args[0]
-    x[0], x[1], x[2, 7] = 0.0, -2.5, 1000.0
-    x[3] = torch.arange(32) * 4 - 62.5
-    x[3, 0] = -127.0
 
 
 _CHUNK: tuple[tuple[int, ...], ...] = ((1000,), (17,), (4, 5), (), (0, 3), (3, 7, 9), (1,))
@@ -252,7 +163,7 @@ _MANY = (
 _STEPS = (
     Point("plain", _of_list(), telling=True),
     Point("scale-clip", _of_list(scale=512.0, clip=0.25, found_inf=0.0), telling=True),
-    *(point._replace(change=_no_gradients) for point in _MANY),
+    *(point._replace(change=values.no_gradients) for point in _MANY),
 )
 _LATE = Point("late", _of_list(step=100_000.0), telling=True)
 _PACKED = {"heads of a key head": 2, "key heads": 2, "head_dim": 16}
@@ -268,6 +179,14 @@ _OPTIONS = Point(
 )
 _NONE: dict[str, Any] = {"given": {"reduction": "none"}, "end": ".none"}
 
+# Blocks that kernels are made for, of every format, each of which may have a kernel of its own.
+_LARGE_BLOCKS = tuple(
+    Point(f"{block}.{format}", {"rows": (2,), "width": 4099, "format": format, "block": block},
+          full_in_16_bits=True)
+    for format in quantization.FORMATS if not format.startswith("mx_")
+    for block in (512, 1024, 2048, 4096)
+)  # fmt: skip
+
 FIXED: Mapping[str, Points] = {
     **dict.fromkeys(
         ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"), (*_NORM, *_NORM_ENDS)
@@ -282,16 +201,20 @@ FIXED: Mapping[str, Points] = {
         *telling("2x1x17 2x24x72 1x1x4096", "batch", "channels of a group", "width",
                  given={"num_groups": 3}),
         Point("eps:0", {"num_groups": 3, "channels of a group": 8, "eps": 0.0}),
+        Point("far-from-0", {"num_groups": 2, "channels of a group": 16, "width": 300},
+              values.far_from_zero),
+        Point("channels-last", {"num_groups": 3, "batch": 40, "channels of a group": 4,
+                                "dims": "two"}, telling=True, layout="channels last"),
         large("many-rows", {"batch": BEYOND_16_BITS, "channels of a group": 2, "width": 1},
               statistical=False),
     ),
     "dropout": _ELEMENTS,
     "bias_dropout_add": _ELEMENTS,
     **dict.fromkeys(("silu", "relu", "relu2", "sigmoid", "tanh"), _ELEMENTS),
-    "swiglu": (*_ELEMENTS, _far("far", _far_gates)),
+    "swiglu": (*_ELEMENTS, _far("far", values.far_gates)),
     "gelu": _WITH_FORM,
-    "bias_gelu": (*_WITH_FORM, _far("far", _far_sums)),
-    "geglu": (*_WITH_FORM, _far("far", _far_gates)),
+    "bias_gelu": (*_WITH_FORM, _far("far", values.far_sums)),
+    "geglu": (*_WITH_FORM, _far("far", values.far_gates)),
     "softplus": (*_ELEMENTS, Point("at-threshold", {"width": 65, "x": "repeated", "threshold": 2.0},
                                    statistical=False)),
     "softmax": (
@@ -303,9 +226,10 @@ FIXED: Mapping[str, Points] = {
         # mask, bias and the triangle beyond the first 1024 keys
         large("2x3x40x1100.everything", {"rows": (2, 3), "queries": 40, "keys": 1100,
                                          "mask": "rows", "bias": "whole", "causal": True}),
-        changed("far.masked", {"rows": (), "queries": 9, "keys": 9, "mask": "whole"}, _far_softmax),
-        changed("far.scaled", {"queries": 9, "keys": 9, "scale": 3.0}, _far_scaled),
-        changed("far.causal", {"queries": 9, "keys": 9, "causal": True}, _far_softmax),
+        changed("far.masked", {"rows": (), "queries": 9, "keys": 9, "mask": "whole"},
+                values.far_softmax),
+        changed("far.scaled", {"queries": 9, "keys": 9, "scale": 3.0}, values.far_scaled),
+        changed("far.causal", {"queries": 9, "keys": 9, "causal": True}, values.far_softmax),
         Point("vocabulary", {"queries": 3, "keys": VOCABULARY}, full=True),
         large("many-rows", {"rows": (), "queries": BEYOND_16_BITS, "keys": 2}, statistical=False),
     ),
@@ -319,10 +243,10 @@ FIXED: Mapping[str, Points] = {
                  end=".causal"),
         *telling("1x65x1x3x40", "batch", "queries", *HEADS, given={"causal": False}, end=".full"),
         *telling("1x65x1x3x40", "batch", "queries", *HEADS, given={"causal": False, **WIDE},
-                 change=_of_one_sign, end=".to-float32"),
+                 change=values.of_one_sign, end=".to-float32"),
         # Large scores: what rounds them is seen through the rounding of weights that 16 bits have.
         *telling("1x33x1x2x16", "batch", "queries", *HEADS, given={"scale": 1.0}, end=".sharp"),
-        changed("far", {"queries": 9}, _far_scores),
+        changed("far", {"queries": 9}, values.far_scores),
         Point("16of4096", {"cross": True, "queries": 16, "keys": 4096}, full=True),
         Point("4096of16", {"cross": True, "queries": 4096, "keys": 16, "causal": False}, full=True),
         large("many-batches", {"batch": 66_000, "queries": 1, "head_dim": 2}),
@@ -337,9 +261,9 @@ FIXED: Mapping[str, Points] = {
         Point("15+17+33", {**_PACKED, "lengths": (15, 17, 33)}, telling=True),
         Point("63+65", {**_PACKED, "lengths": (63, 65), "causal": False}, telling=True),
         Point("33+4of65+7", {**_PACKED, "lengths": (33, 4), "cross": True, **WIDE,
-                             "lengths of keys": (65, 7), "causal": False}, _of_one_sign,
+                             "lengths of keys": (65, 7), "causal": False}, values.of_one_sign,
               telling=True),
-        changed("far", {"lengths": (9, 3)}, _far_scores),
+        changed("far", {"lengths": (9, 3)}, values.far_scores),
         Point("150-sequences", {"lengths": (1, 2, 0) * 50}),
         Point("wide-head", {"head_dim": 320, "lengths": (5, 3)}),
         Point("130-heads", {"key heads": 130, "head_dim": 2, "lengths": (5, 3)}),
@@ -377,6 +301,9 @@ FIXED: Mapping[str, Points] = {
               ("3.3x65", 2, 3, 65, 3, 4, 1), ("1.17x9", 2, 17, 9, 1, 14, 0),
               ("3.128x4", 1, 128, 4, 3, 3, 1), ("aligned", 2, 64, 32, 3, 14, 1),
               ("tiles", 2, 40, 72, 3, 16, 1))),
+        Point("channels-last", {"batch": 40, "inputs of a group": 5, "outputs of a group": 3,
+                                "more height": 6, "more width": 7}, telling=True,
+              layout="channels last"),
         large("many-rows", {"batch": BEYOND_16_BITS, "kernel height": 2}, full=True),
     ),
     "permute": (
@@ -393,9 +320,9 @@ FIXED: Mapping[str, Points] = {
               telling=True),
         *telling("500x3x5", "rows", "count", "width"),
         large("row-beyond-16-bits", {"rows": (7,), "count": BEYOND_16_BITS, "width": 1},
-              change=_far_rows),
+              change=values.far_rows),
         large("many-indices", {"rows": (BEYOND_16_BITS,), "count": 9, "width": 1}),
-        Point("of-a-vocabulary", {"rows": (7,), "count": VOCABULARY, "width": 8}, _far_rows,
+        Point("of-a-vocabulary", {"rows": (7,), "count": VOCABULARY, "width": 8}, values.far_rows,
               full=True),
     ),
     "cross_entropy": (
@@ -405,9 +332,9 @@ FIXED: Mapping[str, Points] = {
         # The sum over the whole vocabulary counts in smoothing alone.
         Point("3x32000", {"rows": (3,), "classes": 32_000, "label_smoothing": 0.2, "z_loss": 1e-3}),
         large("class-beyond-16-bits", {"rows": (5,), "classes": BEYOND_16_BITS,
-                                       "reduction": "none"}, change=_far_targets),
+                                       "reduction": "none"}, change=values.far_targets),
         large("tiles", {"rows": (70,), "classes": 1030}),
-        changed("impossible", {"reduction": "none"}, _impossible),
+        changed("impossible", {"reduction": "none"}, values.impossible),
         # What is ignored is one of the classes, but for the upper half of 64 bits.
         Point("ignored:2p32", {"rows": (200,), "classes": 20, "ignore_index": 2**32 + 3,
                                "target": "some ignored"}),
@@ -420,7 +347,7 @@ FIXED: Mapping[str, Points] = {
         *telling("5x13x24x130 64x256x128", *CLASSES, **_NONE),
         *telling("90x12x65 65x257x33", *CLASSES),
         large("class-beyond-16-bits", {"rows": (5,), "inputs": 5, "classes": BEYOND_16_BITS},
-              change=_far_targets),
+              change=values.far_targets),
         _HEAD_LARGE,
         # More than one chunk of rows, whatever their size.
         Point("50x32x32000", {"rows": (50,), "inputs": 32, "classes": 32_000}, full=True),
@@ -440,12 +367,16 @@ FIXED: Mapping[str, Points] = {
         *_MANY,
     ),
     "clip": (Point("norm:3", _of_list(norm=3.0), telling=True), *_MANY),
-    "unscale_and_check": (Point("scale:3", _of_list(scale=3.0), telling=True), *_MANY),
+    "unscale_and_check": (
+        Point("scale:3", _of_list(scale=3.0), telling=True), *_MANY,
+        changed("infinite-before-empty", {"tensors": 3, "shapes": ((5,), (0, 3), (3,))},
+                values.infinite_before_empty),
+    ),
     "adamw": (*_STEPS, _LATE, Point("eps:0", _of_list(eps=0.0, beta1=0.5, beta2=0.0))),
     "adamw_8bit": (
         *(point._replace(full=point.full or point.full_in_16_bits) for point in _STEPS), _LATE,
         changed("far-apart", {"tensors": 1, "shapes": ((4, 256),), "step": 0.0, "moments": 0.0},
-              _far_octaves),
+              values.far_octaves),
     ),
     "sgd": (
         *_STEPS,
@@ -454,7 +385,7 @@ FIXED: Mapping[str, Points] = {
     "lion": _STEPS,
     "lamb": (
         *(point._replace(full=point.full or point.full_in_16_bits) for point in _STEPS),
-        changed("zero-norms", _of_list(weight_decay=0.0), _zero_norms),
+        changed("zero-norms", _of_list(weight_decay=0.0), values.zero_norms),
     ),
     "lamb_sums_of_squares": (
         Point("plain", _of_list(), telling=True),
@@ -464,7 +395,7 @@ FIXED: Mapping[str, Points] = {
         Point("4099.int8", {"rows": (), "width": 4099}, telling=True),
         Point("4099.int4.random", {"rows": (), "width": 4099, "format": "int4", "random": True},
               telling=True),
-        changed("ties", {"rows": (4,), "width": 32}, _ties),
+        changed("ties", {"rows": (4,), "width": 32}, values.ties), *_LARGE_BLOCKS,
         *(Point(f"300001.{format}", {"rows": (), "width": 300_001, "format": format,
                                      "random": True, "block": 256}, full=True)
           for format in ("int8", "int4")),
@@ -474,10 +405,10 @@ FIXED: Mapping[str, Points] = {
         Point("4099.int8", {"rows": (), "width": 4099}, telling=True),
         Point("33x40.int4", {"rows": (33,), "width": 40, "format": "int4", "block": 3},
               telling=True),
-        large("beyond-16-bits", {"rows": (), "width": BEYOND_16_BITS}),
+        large("beyond-16-bits", {"rows": (), "width": BEYOND_16_BITS}), *_LARGE_BLOCKS,
     ),
     "hadamard": (
-        changed("far", {"rows": (9,), "block": 6}, _far_terms),
+        changed("far", {"rows": (9,), "block": 6}, values.far_terms),
         Point("5x16", {"rows": (5,), "block": 4}, telling=True),
         Point("7x256", {"rows": (7,), "block": 8}, telling=True),
         Point("5x192", {"rows": (5,), "block": 6, "whole": False, "blocks": 3}, telling=True),
@@ -487,6 +418,8 @@ FIXED: Mapping[str, Points] = {
     "top_k": (
         *telling("6x31", *SHAPED, given={"k": "few"}),
         Point("index-beyond-16-bits", {"rows": (2,), "width": BEYOND_16_BITS, "k": "few"}),
+        changed("many-ties", {"rows": (2,), "width": 5000, "k": "half"}, values.mostly_zero),
+        changed("rows-of-nan", {"rows": (600,), "width": 33, "k": "few"}, values.rows_of_nan),
         many_rows(2),
         Point("vocabulary", {"width": VOCABULARY, "k": "few"}, full=True),
     ),

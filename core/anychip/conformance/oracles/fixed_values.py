@@ -1,0 +1,121 @@
+"""Values of fixed calls that no kind of values has: each puts them into a call's arguments."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Args = tuple[Any, ...]
+
+
+def far_scores(args: Args) -> None:
+    """About -22,500, which a number that stands for -inf, such as -10,000, exceeds; and of every
+    second query 22,500. Before they are scaled float16 does not hold them.
+    """
+    args[0][..., 0], args[1][..., 0] = 300.0, -300.0
+    args[0][..., 1::2, :, 0] *= -1.0
+
+
+def far_gates(args: Args) -> None:
+    """Small slopes: what float16 does not hold before is found to be small with them."""
+    args[0].fill_(-3.0)
+    args[1].fill_(30_000.0)
+
+
+def far_sums(args: Args) -> None:
+    """Two numbers whose sum float16 does not hold."""
+    for arg in args:
+        arg.fill_(-6e4)
+
+
+def far_terms(args: Args) -> None:
+    """Numbers whose sums float16 does not hold before they are scaled."""
+    args[0].mul_(8192.0)
+
+
+def far_scaled(args: Args) -> None:
+    """Numbers that float16 does not hold once they are scaled."""
+    args[0].add_(3e4)
+
+
+def of_one_sign(args: Args) -> None:
+    """Values whose mean is far from 0: that it is rounded shows."""
+    args[2].add_(4.0)
+
+
+def far_softmax(args: Args) -> None:
+    """Its scores lie beyond such a number too; each row sees a key, but for the last."""
+    args[0].sub_(30_000.0)
+    args[0][..., -1, :] = -math.inf
+    if args[1] is not None:
+        args[1].fill_diagonal_(True)
+
+
+def far_from_zero(args: Args) -> None:
+    """A mean of many deviations: what is left of a difference of squares is nothing."""
+    args[0].add_(300.0)
+
+
+def mostly_zero(args: Args) -> None:
+    """More equal numbers than a buffer of candidates has, and more are wanted."""
+    args[0].mul_(torch.arange(args[0].shape[-1]) % 50 == 7)
+
+
+def rows_of_nan(args: Args) -> None:
+    """The first and the last of many rows alone."""
+    args[0][::599] = math.nan
+
+
+def far_targets(args: Args) -> None:
+    """The last class, and those that are -100, which is ignored, in 8 and in 16 bits."""
+    target = next(arg for arg in args if isinstance(arg, Tensor) and arg.dtype == torch.int64)
+    size = args[0].shape[-1] if args[1] is target else args[1].shape[0]
+    chosen = [size - 1, size // 2, 40_000 % size, -100 % 2**8, -100 % 2**16]
+    target.copy_(torch.tensor(chosen))
+
+
+def far_rows(args: Args) -> None:
+    """Indices from both ends and around 2^15 and 2^16."""
+    count = len(args[1])
+    args[0].copy_(torch.tensor([0, 1, count - 1, count - 2, 32_767, 32_768, 65_536]))
+
+
+def far_octaves(args: Args) -> None:
+    """Gradients of 24 octaves in one block of codes, and one block of zeros."""
+    (grad,) = args[1]
+    grad.mul_(torch.exp2(torch.arange(grad.numel()) * 7919 % 25 - 12.0).view_as(grad))
+    grad[1] = 0.0
+
+
+def infinite_before_empty(args: Args) -> None:
+    """What is found in a tensor is not forgotten at the next one, which is empty."""
+    args[0][0][2] = math.inf
+
+
+def no_gradients(args: Args) -> None:
+    """A gradient of 0 is no reason to leave a tensor out: its averages decay."""
+    for grad in args[1][::4]:
+        grad.zero_()
+
+
+def zero_norms(args: Args) -> None:
+    """A parameter of 0 has no norm, and no update has one where there is neither gradient, moment
+    nor decay.
+    """
+    for number, tensors in enumerate(zip(*args[:4], strict=True)):
+        for tensor in tensors[1:] if number % 2 else tensors[:1]:
+            tensor.zero_()
+
+
+def impossible(args: Args) -> None:
+    """A target that a mask has ruled out: the loss is infinite, and says so."""
+    args[0][0, int(args[1][0])] = -math.inf
+
+
+def ties(args: Args) -> None:
+    """Blocks of zeros, of one value, of an outlier, and of halves of steps of 8 bits."""
+    x = args[0]
+    x[0], x[1], x[2, 7] = 0.0, -2.5, 1000.0
+    x[3] = torch.arange(32) * 4 - 62.5
+    x[3, 0] = -127.0

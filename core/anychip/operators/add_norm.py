@@ -92,59 +92,41 @@ def _fake(norm: OperatorSpec) -> Function:
 add_rms_norm = OperatorSpec(
     name="add_rms_norm",
     signature=(
-        "(Tensor x, Tensor residual, Tensor weight, *, float eps=1e-06) -> (Tensor, Tensor)"
-    ),
+        "(Tensor x, Tensor residual, Tensor weight, *, float eps=1e-06) -> (Tensor, Tensor)"),
     equation="sum = x + residual in residual's dtype; y = rms_norm(sum, weight)",
     source="Zhang and Sennrich 2019, arXiv:1910.07467, equation 4; He et al. 2016 (residual)",
-    forward=_forward(rms_norm),
-    backward=_backward(rms_norm),
-    fake=_fake(rms_norm),
-    residuals=rms_norm.residuals,
-    saved=("y1", "weight", "rstd"),
+    forward=_forward(rms_norm), backward=_backward(rms_norm), fake=_fake(rms_norm),
+    residuals=rms_norm.residuals, saved=("y1", "weight", "rstd"),
     restore=lambda total, weight, *, eps: rms_norm.forward(total.float(), weight, eps=eps)[1],
-    shaped_like={"x": "grad0", "residual": "y1"},
-    differentiable=("x", "residual", "weight"),
-    check=_check,
-    sizes=sizes,
-    sharding=shards(residuals=1, rows=2),
+    shaped_like={"x": "grad0", "residual": "y1"}, differentiable=("x", "residual", "weight"),
+    check=_check, sizes=sizes, sharding=shards(residuals=1, rows=2),
     cost=lambda x, residual, weight, *, eps: Cost(
-        2 * nbytes(x, residual) + nbytes(weight), 5 * x.numel()
-    ),
+        2 * nbytes(x, residual) + nbytes(weight), 5 * x.numel()),
     backward_cost=lambda x, residual, weight, *, eps: Cost(
-        2 * nbytes(x) + 3 * nbytes(residual) + 2 * nbytes(weight), 10 * x.numel()
-    ),
+        2 * nbytes(x) + 3 * nbytes(residual) + 2 * nbytes(weight), 10 * x.numel()),
     samples=lambda maker: _samples(maker, bias=False),
     bound=Bound(forward=8, backward=12, length=rms_norm.bound.length),
-)
+)  # fmt: skip
 
 
 add_layer_norm = OperatorSpec(
     name="add_layer_norm",
     signature=(
         "(Tensor x, Tensor residual, Tensor weight, Tensor? bias=None, *, float eps=1e-05) -> "
-        "(Tensor, Tensor)"
-    ),
+        "(Tensor, Tensor)"),
     equation="sum = x + residual in residual's dtype; y = layer_norm(sum, weight, bias)",
     source="Ba, Kiros and Hinton 2016, arXiv:1607.06450, equation 4; He et al. 2016 (residual)",
-    forward=_forward(layer_norm),
-    backward=_backward(layer_norm),
-    fake=_fake(layer_norm),
-    residuals=layer_norm.residuals,
-    saved=("y1", "weight", "mean", "rstd"),
-    restore=lambda total, weight, *, eps: layer_norm.forward(total.float(), weight, None, eps=eps)[
-        1:
-    ],
+    forward=_forward(layer_norm), backward=_backward(layer_norm), fake=_fake(layer_norm),
+    residuals=layer_norm.residuals, saved=("y1", "weight", "mean", "rstd"),
+    restore=lambda total, weight, *, eps: layer_norm.forward(
+        total.float(), weight, None, eps=eps)[1:],
     shaped_like={"x": "grad0", "residual": "y1", "bias": "weight"},
-    differentiable=("x", "residual", "weight", "bias"),
-    check=_check,
-    sizes=sizes,
+    differentiable=("x", "residual", "weight", "bias"), check=_check, sizes=sizes,
     sharding=shards(residuals=2, rows=2),
     cost=lambda x, residual, weight, bias, *, eps: Cost(
-        2 * nbytes(x, residual) + nbytes(weight, bias), 8 * x.numel()
-    ),
+        2 * nbytes(x, residual) + nbytes(weight, bias), 8 * x.numel()),
     backward_cost=lambda x, residual, weight, bias, *, eps: Cost(
-        2 * nbytes(x) + 3 * nbytes(residual) + 2 * nbytes(weight, bias), 13 * x.numel()
-    ),
+        2 * nbytes(x) + 3 * nbytes(residual) + 2 * nbytes(weight, bias), 13 * x.numel()),
     samples=lambda maker: _samples(maker, bias=True),
     bound=Bound(forward=12, backward=18, length=rms_norm.bound.length),
-)
+)  # fmt: skip

@@ -107,29 +107,19 @@ dropout = OperatorSpec(
     name="dropout",
     signature=(
         "(Tensor x, Tensor rng, Tensor? rows=None, *, float p=0.5, int width=0, int column=0)"
-        " -> Tensor"
-    ),
+        " -> Tensor"),
     equation=(
         "y_i = x_i / (1 - p) if u_n >= floor(p 2^32) else 0; u_n = word n of Philox(rng); n = i, "
-        "with rows: of element j of row i it is rows_i width + column + j"
-    ),
+        "with rows: of element j of row i it is rows_i width + column + j"),
     source="Srivastava et al. 2014, JMLR 15; Salmon et al. 2011 (Philox4x32-10)",
     forward=_forward,
     backward=lambda grad, *saved, needs, **attrs: (_forward(grad, *saved, **attrs),),
-    fake=lambda x, *_, **__: empty_like(x),
-    saved=("rng", "rows"),
-    differentiable=("x",),
-    shaped_like={"x": "grad0"},
-    check=_check,
-    fixed_dtypes={"rng": "int64", "rows": "int64"},
-    sizes=lambda x, *_, **__: {"numel": x.numel()},
-    sharding=Sharding(_shards, _shards),
-    cost=_cost,
-    backward_cost=_cost,
-    samples=_samples,
-    bound=Bound(forward=1, backward=1, length=lambda *_, **__: 1),
-    random=True,
-)
+    fake=lambda x, *_, **__: empty_like(x), saved=("rng", "rows"), differentiable=("x",),
+    shaped_like={"x": "grad0"}, check=_check, fixed_dtypes={"rng": "int64", "rows": "int64"},
+    sizes=lambda x, *_, **__: {"numel": x.numel()}, sharding=Sharding(_shards, _shards), cost=_cost,
+    backward_cost=_cost, samples=_samples,
+    bound=Bound(forward=1, backward=1, length=lambda *_, **__: 1), random=True,
+)  # fmt: skip
 
 
 # bias_dropout_add
@@ -229,27 +219,19 @@ bias_dropout_add = OperatorSpec(
     name="bias_dropout_add",
     signature=(
         "(Tensor x, Tensor residual, Tensor rng, Tensor? bias=None, Tensor? rows=None, *, "
-        "float p=0.5, int width=0, int column=0) -> Tensor"
-    ),
+        "float p=0.5, int width=0, int column=0) -> Tensor"),
     equation="y = residual + dropout(x + bias, rng, rows, p, width, column), in residual's dtype",
     source="Srivastava et al. 2014, JMLR 15; Vaswani et al. 2017, section 5.4 (residual dropout)",
-    forward=_add_forward,
-    backward=_add_backward,
-    fake=lambda x, residual, *_, **__: empty_like(residual),
-    saved=("rng", "rows"),
-    differentiable=("x", "residual", "bias"),
-    shaped_like={"x": "grad0", "residual": "grad0"},
-    check=_add_check,
-    fixed_dtypes={"rng": "int64", "rows": "int64"},
+    forward=_add_forward, backward=_add_backward,
+    fake=lambda x, residual, *_, **__: empty_like(residual), saved=("rng", "rows"),
+    differentiable=("x", "residual", "bias"), shaped_like={"x": "grad0", "residual": "grad0"},
+    check=_add_check, fixed_dtypes={"rng": "int64", "rows": "int64"},
     sizes=lambda x, *_, **__: {"numel": x.numel(), "hidden": x.shape[-1]},
     sharding=Sharding(_add_shards, _add_backward_shards),
     cost=lambda x, residual, rng, bias, rows=None, **_: Cost(
-        _add_bytes(x, residual, bias, rows), 32 * x.numel()
-    ),
+        _add_bytes(x, residual, bias, rows), 32 * x.numel()),
     backward_cost=lambda x, residual, rng, bias, rows=None, **_: Cost(
-        _add_bytes(x, residual, bias, rows), 31 * x.numel()
-    ),
-    samples=_add_samples,
-    bound=Bound(forward=3, backward=2, length=lambda *_, **__: 1),
+        _add_bytes(x, residual, bias, rows), 31 * x.numel()),
+    samples=_add_samples, bound=Bound(forward=3, backward=2, length=lambda *_, **__: 1),
     random=True,
-)
+)  # fmt: skip

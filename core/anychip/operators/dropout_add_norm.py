@@ -123,73 +123,50 @@ dropout_add_rms_norm = OperatorSpec(
     name="dropout_add_rms_norm",
     signature=(
         "(Tensor x, Tensor residual, Tensor weight, Tensor rng, Tensor? rows=None, *, "
-        "float p=0.5, float eps=1e-06) -> (Tensor, Tensor)"
-    ),
+        "float p=0.5, float eps=1e-06) -> (Tensor, Tensor)"),
     equation=(
         "sum = residual + dropout(x, rng, rows, p, width=H) in residual's dtype; "
-        "y = rms_norm(sum, weight)"
-    ),
+        "y = rms_norm(sum, weight)"),
     source="Srivastava et al. 2014, JMLR 15; Zhang and Sennrich 2019, arXiv:1910.07467, equation 4",
-    forward=_forward(rms_norm),
-    backward=_backward(rms_norm),
-    fake=_fake(add_rms_norm),
-    residuals=rms_norm.residuals,
-    saved=("y1", "weight", "rng", "rows", "rstd"),
+    forward=_forward(rms_norm), backward=_backward(rms_norm), fake=_fake(add_rms_norm),
+    residuals=rms_norm.residuals, saved=("y1", "weight", "rng", "rows", "rstd"),
     restore=lambda total, weight, rng, rows, *, p, eps: rms_norm.forward(
-        total.float(), weight, eps=eps
-    )[1],
-    shaped_like={"x": "grad0", "residual": "y1"},
-    differentiable=("x", "residual", "weight"),
-    check=_check,
-    fixed_dtypes={"rng": "int64", "rows": "int64"},
-    sizes=sizes,
+        total.float(), weight, eps=eps)[1],
+    shaped_like={"x": "grad0", "residual": "y1"}, differentiable=("x", "residual", "weight"),
+    check=_check, fixed_dtypes={"rng": "int64", "rows": "int64"}, sizes=sizes,
     sharding=_shards("dropout_add_rms_norm", residuals=1),
     cost=lambda x, residual, weight, rng, rows=None, **_: Cost(
-        2 * nbytes(x, residual) + nbytes(weight, rows), 35 * x.numel()
-    ),
+        2 * nbytes(x, residual) + nbytes(weight, rows), 35 * x.numel()),
     backward_cost=lambda x, residual, weight, rng, rows=None, **_: Cost(
-        2 * nbytes(x) + 3 * nbytes(residual) + 2 * nbytes(weight) + nbytes(rows), 40 * x.numel()
-    ),
+        2 * nbytes(x) + 3 * nbytes(residual) + 2 * nbytes(weight) + nbytes(rows), 40 * x.numel()),
     samples=lambda maker: _samples(maker, bias=False),
-    bound=Bound(forward=10, backward=13, length=rms_norm.bound.length),
-    random=True,
-)
+    bound=Bound(forward=10, backward=13, length=rms_norm.bound.length), random=True,
+)  # fmt: skip
 
 
 dropout_add_layer_norm = OperatorSpec(
     name="dropout_add_layer_norm",
     signature=(
         "(Tensor x, Tensor residual, Tensor weight, Tensor rng, Tensor? bias=None, "
-        "Tensor? rows=None, *, float p=0.5, float eps=1e-05) -> (Tensor, Tensor)"
-    ),
+        "Tensor? rows=None, *, float p=0.5, float eps=1e-05) -> (Tensor, Tensor)"),
     equation=(
         "sum = residual + dropout(x, rng, rows, p, width=H) in residual's dtype; "
-        "y = layer_norm(sum, weight, bias)"
-    ),
+        "y = layer_norm(sum, weight, bias)"),
     source="Srivastava et al. 2014, JMLR 15; Ba, Kiros and Hinton 2016, arXiv:1607.06450, "
     "equation 4",
-    forward=_forward(layer_norm),
-    backward=_backward(layer_norm),
-    fake=_fake(add_layer_norm),
-    residuals=layer_norm.residuals,
-    saved=("y1", "weight", "rng", "rows", "mean", "rstd"),
+    forward=_forward(layer_norm), backward=_backward(layer_norm), fake=_fake(add_layer_norm),
+    residuals=layer_norm.residuals, saved=("y1", "weight", "rng", "rows", "mean", "rstd"),
     restore=lambda total, weight, rng, rows, *, p, eps: layer_norm.forward(
-        total.float(), weight, None, eps=eps
-    )[1:],
+        total.float(), weight, None, eps=eps)[1:],
     shaped_like={"x": "grad0", "residual": "y1", "bias": "weight"},
-    differentiable=("x", "residual", "weight", "bias"),
-    check=_check,
-    fixed_dtypes={"rng": "int64", "rows": "int64"},
-    sizes=sizes,
+    differentiable=("x", "residual", "weight", "bias"), check=_check,
+    fixed_dtypes={"rng": "int64", "rows": "int64"}, sizes=sizes,
     sharding=_shards("dropout_add_layer_norm", residuals=2),
     cost=lambda x, residual, weight, rng, bias, rows=None, **_: Cost(
-        2 * nbytes(x, residual) + nbytes(weight, bias, rows), 38 * x.numel()
-    ),
+        2 * nbytes(x, residual) + nbytes(weight, bias, rows), 38 * x.numel()),
     backward_cost=lambda x, residual, weight, rng, bias, rows=None, **_: Cost(
         2 * nbytes(x) + 3 * nbytes(residual) + 2 * nbytes(weight, bias) + nbytes(rows),
-        43 * x.numel(),
-    ),
+        43 * x.numel()),
     samples=lambda maker: _samples(maker, bias=True),
-    bound=Bound(forward=14, backward=19, length=rms_norm.bound.length),
-    random=True,
-)
+    bound=Bound(forward=14, backward=19, length=rms_norm.bound.length), random=True,
+)  # fmt: skip

@@ -103,24 +103,17 @@ def _rms_fake(x: Tensor, weight: Tensor, *, eps: float) -> tuple[Tensor, Tensor]
 
 
 rms_norm = OperatorSpec(
-    name="rms_norm",
-    signature="(Tensor x, Tensor weight, *, float eps=1e-06) -> Tensor",
+    name="rms_norm", signature="(Tensor x, Tensor weight, *, float eps=1e-06) -> Tensor",
     equation="y = x * rstd * weight, rstd = 1 / sqrt(mean(x^2, last dim) + eps)",
     source="Zhang and Sennrich 2019, arXiv:1910.07467, equation 4",
-    forward=_rms_forward,
-    backward=_rms_backward,
-    fake=_rms_fake,
-    residuals=(Residual("rstd", "x.shape[:-1]", "float32"),),
-    saved=("x", "weight", "rstd"),
-    differentiable=("x", "weight"),
-    check=_check,
-    sizes=sizes,
-    sharding=shards(residuals=1),
+    forward=_rms_forward, backward=_rms_backward, fake=_rms_fake,
+    residuals=(Residual("rstd", "x.shape[:-1]", "float32"),), saved=("x", "weight", "rstd"),
+    differentiable=("x", "weight"), check=_check, sizes=sizes, sharding=shards(residuals=1),
     cost=lambda x, weight, *, eps: Cost(2 * nbytes(x) + nbytes(weight), 4 * x.numel()),
     backward_cost=lambda x, weight, *, eps: Cost(3 * nbytes(x) + 2 * nbytes(weight), 9 * x.numel()),
     samples=lambda maker: _samples(maker, bias=False),
     bound=Bound(forward=6, backward=10, length=_length),
-)
+)  # fmt: skip
 
 
 # layer_norm
@@ -180,27 +173,18 @@ layer_norm = OperatorSpec(
     signature="(Tensor x, Tensor weight, Tensor? bias=None, *, float eps=1e-05) -> Tensor",
     equation="y = (x - mean) * rstd * weight + bias, rstd = 1 / sqrt(mean((x - mean)^2) + eps)",
     source="Ba, Kiros and Hinton 2016, arXiv:1607.06450, equation 4",
-    forward=_layer_forward,
-    backward=_layer_backward,
-    fake=_layer_fake,
+    forward=_layer_forward, backward=_layer_backward, fake=_layer_fake,
     residuals=(
-        Residual("mean", "x.shape[:-1]", "float32"),
-        Residual("rstd", "x.shape[:-1]", "float32"),
-    ),
-    saved=("x", "weight", "mean", "rstd"),
-    shaped_like={"bias": "weight"},
+        Residual("mean", "x.shape[:-1]", "float32"), Residual("rstd", "x.shape[:-1]", "float32")),
+    saved=("x", "weight", "mean", "rstd"), shaped_like={"bias": "weight"},
     restore=lambda x, weight, *, eps: _layer_forward(x, weight, None, eps=eps)[1:],
-    differentiable=("x", "weight", "bias"),
-    check=_check,
-    sizes=sizes,
-    sharding=shards(residuals=2),
+    differentiable=("x", "weight", "bias"), check=_check, sizes=sizes, sharding=shards(residuals=2),
     cost=lambda x, weight, bias, *, eps: Cost(2 * nbytes(x) + nbytes(weight, bias), 7 * x.numel()),
     backward_cost=lambda x, weight, bias, *, eps: Cost(
-        3 * nbytes(x) + 2 * nbytes(weight, bias), 12 * x.numel()
-    ),
+        3 * nbytes(x) + 2 * nbytes(weight, bias), 12 * x.numel()),
     samples=lambda maker: _samples(maker, bias=True),
     bound=Bound(forward=10, backward=16, length=_length),
-)
+)  # fmt: skip
 
 
 # group_norm
@@ -295,32 +279,22 @@ group_norm = OperatorSpec(
     " -> Tensor",
     equation="y = (x - mean) * rstd * weight + bias, mean and rstd of each group of channels",
     source="Wu and He 2018, arXiv:1803.08494, equations 1 to 7",
-    forward=_group_forward,
-    backward=_group_backward,
-    fake=_group_fake,
+    forward=_group_forward, backward=_group_backward, fake=_group_fake,
     residuals=(
         Residual("mean", "(x.shape[0], num_groups)", "float32"),
-        Residual("rstd", "(x.shape[0], num_groups)", "float32"),
-    ),
-    saved=("x", "weight", "mean", "rstd"),
-    shaped_like={"bias": "weight"},
+        Residual("rstd", "(x.shape[0], num_groups)", "float32")),
+    saved=("x", "weight", "mean", "rstd"), shaped_like={"bias": "weight"},
     restore=lambda x, weight, **attrs: _group_forward(x, weight, None, **attrs)[1:],
-    differentiable=("x", "weight", "bias"),
-    check=_group_check,
+    differentiable=("x", "weight", "bias"), check=_group_check,
     sizes=lambda x, weight, bias, *, num_groups, eps: {
-        "channels": x.shape[1],
-        "group": _group_size(x, num_groups),
-    },
+        "channels": x.shape[1], "group": _group_size(x, num_groups)},
     sharding=Sharding(
         lambda x, weight, bias, *_: [([0, 0, 0], [0, None, *([] if bias is None else [None])])],
-        lambda *_: [([0, "partial", "partial"], [0, 0, None, 0, 0])],
-    ),
+        lambda *_: [([0, "partial", "partial"], [0, 0, None, 0, 0])]),
     cost=lambda x, weight, bias, **_: Cost(2 * nbytes(x) + nbytes(weight, bias), 7 * x.numel()),
     backward_cost=lambda x, weight, bias, **_: Cost(
-        3 * nbytes(x) + 2 * nbytes(weight, bias), 12 * x.numel()
-    ),
+        3 * nbytes(x) + 2 * nbytes(weight, bias), 12 * x.numel()),
     samples=_group_samples,
     bound=Bound(
-        forward=10, backward=16, length=lambda x, *_, num_groups, **__: _group_size(x, num_groups)
-    ),
-)
+        forward=10, backward=16, length=lambda x, *_, num_groups, **__: _group_size(x, num_groups)),
+)  # fmt: skip

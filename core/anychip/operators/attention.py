@@ -233,37 +233,25 @@ attention = OperatorSpec(
     name="attention",
     signature=(
         "(Tensor q, Tensor k, Tensor v, *, bool causal=False, float? scale=None, "
-        "ScalarType? out_dtype=None) -> Tensor"
-    ),
+        "ScalarType? out_dtype=None) -> Tensor"),
     equation=(
         "y = softmax(q k^T scale + mask) v; query head h reads key head h // (H / Hk); causal: "
-        "query i sees keys up to i + Sk - Sq; y rounded once, to out_dtype; None: q's dtype"
-    ),
+        "query i sees keys up to i + Sk - Sq; y rounded once, to out_dtype; None: q's dtype"),
     source="Vaswani et al. 2017, arXiv:1706.03762, equation 1; Ainslie et al. 2023 (GQA)",
     forward=lambda q, k, v, *, causal, scale, out_dtype: attend(
-        q, k, v, hidden_keys(q, k, causal), scale, out_dtype=out_dtype
-    ),
-    backward=_attention_backward,
-    fake=_attention_fake,
-    residuals=(Residual("lse", "(B, H, Sq)", "float32"),),
-    saved=("q", "k", "v", "y", "lse"),
-    differentiable=("q", "k", "v"),
-    check=_attention_check,
-    sizes=_sizes,
-    autocast="lower",
+        q, k, v, hidden_keys(q, k, causal), scale, out_dtype=out_dtype),
+    backward=_attention_backward, fake=_attention_fake,
+    residuals=(Residual("lse", "(B, H, Sq)", "float32"),), saved=("q", "k", "v", "y", "lse"),
+    differentiable=("q", "k", "v"), check=_attention_check, sizes=_sizes, autocast="lower",
     sharding=Sharding(
         lambda *_: [([_BATCH, 0], [_BATCH] * 3), ([_HEADS, 1], [_HEADS] * 3)],
-        lambda *_: [([_BATCH] * 3, [_BATCH] * 5 + [0]), ([_HEADS] * 3, [_HEADS] * 5 + [1])],
-    ),
+        lambda *_: [([_BATCH] * 3, [_BATCH] * 5 + [0]), ([_HEADS] * 3, [_HEADS] * 5 + [1])]),
     cost=lambda q, k, v, *, causal, out_dtype=None, **_: Cost(
-        nbytes(q, k, v) + output_nbytes(q, out_dtype), _flops(q, k, causal)
-    ),
+        nbytes(q, k, v) + output_nbytes(q, out_dtype), _flops(q, k, causal)),
     backward_cost=lambda q, k, v, *, causal, out_dtype=None, **_: Cost(
-        2 * nbytes(q, k, v) + 2 * output_nbytes(q, out_dtype), _flops(q, k, causal) * 5 // 2
-    ),
-    samples=_attention_samples,
-    bound=Bound(forward=12, backward=24, length=_length),
-)
+        2 * nbytes(q, k, v) + 2 * output_nbytes(q, out_dtype), _flops(q, k, causal) * 5 // 2),
+    samples=_attention_samples, bound=Bound(forward=12, backward=24, length=_length),
+)  # fmt: skip
 
 
 # attention_dropout
@@ -422,33 +410,21 @@ attention_dropout = OperatorSpec(
         "(Tensor q, Tensor k, Tensor v, Tensor rng, Tensor? batch_index=None, "
         "Tensor? head_index=None, Tensor? query_index=None, Tensor? key_index=None, *, "
         "float p=0.5, bool causal=False, float? scale=None, int heads=0, int queries=0, "
-        "int keys=0) -> Tensor"
-    ),
+        "int keys=0) -> Tensor"),
     equation=(
         "y = (D softmax(q k^T scale + mask)) v; D_n = 1 / (1 - p) if u_n >= floor(p 2^32) else 0 "
         "for element n = ((b heads + h) queries + i) keys + j of the whole's (B, H, Sq, Sk), which "
-        "the indices say; u_n = word n of Philox(rng)"
-    ),
+        "the indices say; u_n = word n of Philox(rng)"),
     source=(
         "Vaswani et al. 2017, section 5.4; Dao et al. 2022, arXiv:2205.14135, algorithms 2 and 4; "
-        "Salmon et al. 2011 (Philox4x32-10)"
-    ),
-    forward=_dropout_forward,
-    backward=_dropout_backward,
-    fake=_attention_fake,
+        "Salmon et al. 2011 (Philox4x32-10)"),
+    forward=_dropout_forward, backward=_dropout_backward, fake=_attention_fake,
     residuals=(Residual("lse", "(B, H, Sq)", "float32"),),
-    saved=("q", "k", "v", "y", "lse", "rng", *_INDEX),
-    differentiable=("q", "k", "v"),
-    check=_dropout_check,
-    fixed_dtypes=dict.fromkeys(("rng", *_INDEX), "int64"),
-    sizes=_sizes,
-    autocast="lower",
-    sharding=Sharding(_dropout_shards, _dropout_backward_shards),
+    saved=("q", "k", "v", "y", "lse", "rng", *_INDEX), differentiable=("q", "k", "v"),
+    check=_dropout_check, fixed_dtypes=dict.fromkeys(("rng", *_INDEX), "int64"), sizes=_sizes,
+    autocast="lower", sharding=Sharding(_dropout_shards, _dropout_backward_shards),
     cost=lambda q, k, v, *_, causal, **__: Cost(nbytes(q, q, k, v), _drawing(q, k, causal, 4)),
     backward_cost=lambda q, k, v, *_, causal, **__: Cost(
-        2 * nbytes(q, q, k, v), _drawing(q, k, causal, 10)
-    ),
-    samples=_dropout_samples,
-    bound=Bound(forward=14, backward=26, length=_length),
-    random=True,
-)
+        2 * nbytes(q, q, k, v), _drawing(q, k, causal, 10)),
+    samples=_dropout_samples, bound=Bound(forward=14, backward=26, length=_length), random=True,
+)  # fmt: skip

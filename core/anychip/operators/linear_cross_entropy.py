@@ -205,36 +205,24 @@ linear_cross_entropy = OperatorSpec(
     name="linear_cross_entropy",
     signature=(
         "(Tensor x, Tensor weight, Tensor target, Tensor? bias=None, *, int ignore_index=-100, "
-        'float label_smoothing=0.0, float z_loss=0.0, str reduction="mean") -> Tensor'
-    ),
+        'float label_smoothing=0.0, float z_loss=0.0, str reduction="mean") -> Tensor'),
     equation="cross_entropy(x weight^T + bias, target); float32 logits of a few rows at a time",
     source="as cross_entropy; in chunks: Wijmans et al. 2024, arXiv:2411.09009, section 4",
-    forward=_forward,
-    backward=_backward,
-    fake=_fake,
+    forward=_forward, backward=_backward, fake=_fake,
     residuals=(Residual("lse", "target.shape", "float32"),),
-    saved=("x", "weight", "target", "bias", "lse"),
-    differentiable=("x", "weight", "bias"),
-    check=_check,
-    fixed_dtypes={"target": "int64"},
-    indexes={"target": "weight[0]"},
+    saved=("x", "weight", "target", "bias", "lse"), differentiable=("x", "weight", "bias"),
+    check=_check, fixed_dtypes={"target": "int64"}, indexes={"target": "weight[0]"},
     sizes=lambda x, weight, target, bias, **_: {
-        "rows": target.numel(),
-        "in": weight.shape[1],
-        "vocabulary": weight.shape[0],
-    },
-    autocast="lower",
-    sharding=Sharding(_shards, _backward_shards),
+        "rows": target.numel(), "in": weight.shape[1], "vocabulary": weight.shape[0]},
+    autocast="lower", sharding=Sharding(_shards, _backward_shards),
     cost=lambda x, weight, target, bias, **_: Cost(
         nbytes(x, weight, bias) + 16 * target.numel(),
-        (2 * x.shape[-1] + 4) * target.numel() * weight.shape[0],
-    ),
+        (2 * x.shape[-1] + 4) * target.numel() * weight.shape[0]),
     backward_cost=lambda x, weight, target, bias, **_: Cost(
-        2 * nbytes(x, weight, bias), (6 * x.shape[-1] + 4) * target.numel() * weight.shape[0]
-    ),
+        2 * nbytes(x, weight, bias), (6 * x.shape[-1] + 4) * target.numel() * weight.shape[0]),
     samples=_samples,
     bound=Bound(forward=10, backward=14, length=lambda x, weight, *_, **__: max(weight.shape)),
-)
+)  # fmt: skip
 
 
 # linear_cross_entropy_partials
@@ -343,38 +331,25 @@ linear_cross_entropy_partials = OperatorSpec(
     name="linear_cross_entropy_partials",
     signature=(
         "(Tensor x, Tensor weight, Tensor target, Tensor? bias=None, *, int first=0) "
-        "-> (Tensor, Tensor, Tensor)"
-    ),
+        "-> (Tensor, Tensor, Tensor)"),
     equation=(
         "l = x weight^T + bias, the logits of classes first to first + V - 1; lse = log sum exp l; "
-        "picked = l[target - first], 0 for a target that is none of these; total = sum l"
-    ),
+        "picked = l[target - first], 0 for a target that is none of these; total = sum l"),
     source="Shoeybi et al. 2019, arXiv:1909.08053, section 3 (vocabulary in parts); chunks: "
     "Wijmans et al. 2024, arXiv:2411.09009",
-    forward=_partials_forward,
-    backward=_partials_backward,
+    forward=_partials_forward, backward=_partials_backward,
     fake=lambda x, weight, target, *_, **__: tuple(
-        x.new_empty(target.shape, dtype=torch.float32) for _ in range(3)
-    ),
-    saved=("x", "weight", "target", "bias", "y0"),
-    differentiable=("x", "weight", "bias"),
-    deferrable=("weight", "bias"),
-    check=_partials_check,
-    fixed_dtypes={"target": "int64"},
+        x.new_empty(target.shape, dtype=torch.float32) for _ in range(3)),
+    saved=("x", "weight", "target", "bias", "y0"), differentiable=("x", "weight", "bias"),
+    deferrable=("weight", "bias"), check=_partials_check, fixed_dtypes={"target": "int64"},
     sizes=lambda x, weight, target, bias, *, first: {
-        "rows": target.numel(),
-        "in": weight.shape[1],
-        "vocabulary": weight.shape[0],
-    },
-    autocast="lower",
-    sharding=Sharding(_partials_shards, _partials_backward_shards),
+        "rows": target.numel(), "in": weight.shape[1], "vocabulary": weight.shape[0]},
+    autocast="lower", sharding=Sharding(_partials_shards, _partials_backward_shards),
     cost=lambda x, weight, target, bias, *, first: Cost(
         nbytes(x, weight, bias) + 20 * target.numel(),
-        (2 * x.shape[-1] + 4) * target.numel() * weight.shape[0],
-    ),
+        (2 * x.shape[-1] + 4) * target.numel() * weight.shape[0]),
     backward_cost=lambda x, weight, target, bias, *, first: Cost(
-        2 * nbytes(x, weight, bias), (6 * x.shape[-1] + 4) * target.numel() * weight.shape[0]
-    ),
+        2 * nbytes(x, weight, bias), (6 * x.shape[-1] + 4) * target.numel() * weight.shape[0]),
     samples=_partials_samples,
     bound=Bound(forward=10, backward=14, length=lambda x, weight, *_, **__: max(weight.shape)),
-)
+)  # fmt: skip

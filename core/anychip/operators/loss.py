@@ -157,24 +157,16 @@ cross_entropy = OperatorSpec(
     name="cross_entropy",
     signature=(
         "(Tensor logits, Tensor target, *, int ignore_index=-100, float label_smoothing=0.0, "
-        'float z_loss=0.0, str reduction="mean") -> Tensor'
-    ),
+        'float z_loss=0.0, str reduction="mean") -> Tensor'),
     equation=(
         "row = (1 - ls) (lse - logit[target]) + ls (lse - mean(logits)) + z lse^2, "
-        "lse = log sum exp(logits); rows with target = ignore_index are 0 and not counted"
-    ),
+        "lse = log sum exp(logits); rows with target = ignore_index are 0 and not counted"),
     source=(
         "torch.nn.functional.cross_entropy; z-loss: Chowdhery et al. 2022, arXiv:2204.02311, "
-        "section 5; label smoothing: Szegedy et al. 2016, section 7"
-    ),
-    forward=cross_entropy_forward,
-    backward=cross_entropy_backward,
-    fake=_fake,
-    residuals=(Residual("lse", "target.shape", "float32"),),
-    saved=("logits", "target", "lse"),
-    differentiable=("logits",),
-    check=_check,
-    fixed_dtypes={"target": "int64"},
+        "section 5; label smoothing: Szegedy et al. 2016, section 7"),
+    forward=cross_entropy_forward, backward=cross_entropy_backward, fake=_fake,
+    residuals=(Residual("lse", "target.shape", "float32"),), saved=("logits", "target", "lse"),
+    differentiable=("logits",), check=_check, fixed_dtypes={"target": "int64"},
     indexes={"target": "logits[-1]"},
     sizes=lambda logits, target, **_: {"vocabulary": logits.shape[-1], "rows": target.numel()},
     sharding=Sharding(_shards, _backward_shards),
@@ -182,4 +174,4 @@ cross_entropy = OperatorSpec(
     backward_cost=lambda logits, target, **_: Cost(2 * nbytes(logits), 4 * logits.numel()),
     samples=_samples,
     bound=Bound(forward=8, backward=10, length=lambda logits, *_, **__: logits.shape[-1]),
-)
+)  # fmt: skip

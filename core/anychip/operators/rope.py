@@ -70,36 +70,25 @@ rope = OperatorSpec(
     name="rope",
     signature=(
         "(Tensor q, Tensor k, Tensor cos, Tensor sin, *, bool interleaved=False)"
-        " -> (Tensor, Tensor)"
-    ),
+        " -> (Tensor, Tensor)"),
     equation=(
         "(y1, y2) = (x1 cos - x2 sin, x2 cos + x1 sin) for each pair (x1, x2) of the first "
-        "2 cos.shape[1] dims of q and k; the other dims are copied"
-    ),
+        "2 cos.shape[1] dims of q and k; the other dims are copied"),
     source="Su et al. 2021, arXiv:2104.09864, equation 34; half layout as in GPT-NeoX and Llama",
     forward=_rope_forward,
     # A rotation's transpose is the rotation by the negative angle.
     backward=lambda dq, dk, cos, sin, *, interleaved, needs: _rope_forward(
         dq, dk, cos, -sin, interleaved=interleaved
     ),
-    fake=lambda q, k, *_, **__: (empty_like(q), empty_like(k)),
-    saved=("cos", "sin"),
-    differentiable=("q", "k"),
-    shaped_like={"q": "grad0", "k": "grad1"},
-    check=_rope_check,
+    fake=lambda q, k, *_, **__: (empty_like(q), empty_like(k)), saved=("cos", "sin"),
+    differentiable=("q", "k"), shaped_like={"q": "grad0", "k": "grad1"}, check=_rope_check,
     fixed_dtypes={"cos": "float32", "sin": "float32"},
     sizes=lambda q, k, cos, sin, *, interleaved: {
-        "seq": q.shape[1],
-        "head_dim": q.shape[3],
-        "rotary_dim": 2 * cos.shape[1],
-    },
+        "seq": q.shape[1], "head_dim": q.shape[3], "rotary_dim": 2 * cos.shape[1]},
     sharding=Sharding(_rope_shards, _rope_shards),
     cost=lambda q, k, cos, sin, *, interleaved: Cost(
-        2 * nbytes(q, k) + nbytes(cos, sin), 3 * (q.numel() + k.numel())
-    ),
+        2 * nbytes(q, k) + nbytes(cos, sin), 3 * (q.numel() + k.numel())),
     backward_cost=lambda q, k, cos, sin, *, interleaved: Cost(
-        2 * nbytes(q, k) + nbytes(cos, sin), 3 * (q.numel() + k.numel())
-    ),
-    samples=_rope_samples,
-    bound=Bound(forward=3, backward=3, length=lambda *_, **__: 1),
-)
+        2 * nbytes(q, k) + nbytes(cos, sin), 3 * (q.numel() + k.numel())),
+    samples=_rope_samples, bound=Bound(forward=3, backward=3, length=lambda *_, **__: 1),
+)  # fmt: skip

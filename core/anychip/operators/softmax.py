@@ -134,32 +134,20 @@ softmax = OperatorSpec(
     name="softmax",
     signature=(
         "(Tensor x, Tensor? mask=None, Tensor? bias=None, *, float scale=1.0, bool causal=False) "
-        "-> Tensor"
-    ),
+        "-> Tensor"),
     equation=(
         "s = x scale + bias where visible; y = exp(s) / sum exp(s) over the visible keys; 0 "
-        "elsewhere, and in a row without one; causal: query i of S sees keys up to i + (K - S)"
-    ),
+        "elsewhere, and in a row without one; causal: query i of S sees keys up to i + (K - S)"),
     source="Vaswani et al. 2017, arXiv:1706.03762, section 3.2.1; Milakov and Gimelshein 2018",
-    forward=_forward,
-    backward=_backward,
-    fake=lambda x, *_, **__: empty_like(x),
-    saved=("y", "bias"),
-    differentiable=("x", "bias"),
-    shaped_like={"x": "y"},
-    check=_check,
+    forward=_forward, backward=_backward, fake=lambda x, *_, **__: empty_like(x),
+    saved=("y", "bias"), differentiable=("x", "bias"), shaped_like={"x": "y"}, check=_check,
     fixed_dtypes={"mask": "bool"},
     sizes=lambda x, mask, bias, *, scale, causal: {
-        "keys": x.shape[-1],
-        "rows": x.numel() // x.shape[-1] if x.shape[-1] else 0,
-    },
+        "keys": x.shape[-1], "rows": x.numel() // x.shape[-1] if x.shape[-1] else 0},
     sharding=Sharding(_shards, _backward_shards),
     cost=lambda x, mask, bias, *, scale, causal: Cost(
-        2 * nbytes(x) + nbytes(mask, bias), 8 * x.numel()
-    ),
+        2 * nbytes(x) + nbytes(mask, bias), 8 * x.numel()),
     backward_cost=lambda x, mask, bias, *, scale, causal: Cost(
-        3 * nbytes(x) + nbytes(bias), (5 if bias is None else 6) * x.numel()
-    ),
-    samples=_samples,
-    bound=Bound(forward=14, backward=20, length=lambda x, *_, **__: x.shape[-1]),
-)
+        3 * nbytes(x) + nbytes(bias), (5 if bias is None else 6) * x.numel()),
+    samples=_samples, bound=Bound(forward=14, backward=20, length=lambda x, *_, **__: x.shape[-1]),
+)  # fmt: skip

@@ -161,43 +161,30 @@ attention_varlen = OperatorSpec(
     name="attention_varlen",
     signature=(
         "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, *, "
-        "bool causal=False, float? scale=None, ScalarType? out_dtype=None) -> Tensor"
-    ),
+        "bool causal=False, float? scale=None, ScalarType? out_dtype=None) -> Tensor"),
     equation=(
         "y = softmax(q k^T scale + mask) v of the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1 "
         "of q and cu_seqlens_k[b] to cu_seqlens_k[b + 1] - 1 of k and v, for each sequence b; "
-        "query head h reads key head h // (H / Hk); y rounded once, to out_dtype; None: q's dtype"
-    ),
+        "query head h reads key head h // (H / Hk); y rounded once, to out_dtype; None: q's dtype"),
     source="Vaswani et al. 2017, equation 1; packing: Dao 2023, arXiv:2307.08691, and Krell 2021",
-    forward=_forward,
-    backward=_backward,
-    fake=_fake,
+    forward=_forward, backward=_backward, fake=_fake,
     residuals=(Residual("lse", "(H, Tq)", "float32"),),
     saved=("q", "k", "v", "y", "lse", "cu_seqlens_q", "cu_seqlens_k"),
-    differentiable=("q", "k", "v"),
-    check=_check,
+    differentiable=("q", "k", "v"), check=_check,
     fixed_dtypes=dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), ("int64", "int32")),
     indexes={"cu_seqlens_q": "bounds of q[0]", "cu_seqlens_k": "bounds of k[0]"},
     sizes=lambda q, k, v, cu_seqlens_q, cu_seqlens_k, **_: {
-        "tokens": q.shape[0],
-        "keys": k.shape[0],
-        "sequences": cu_seqlens_q.shape[0] - 1,
-        "heads": q.shape[1],
-        "kv_heads": k.shape[1],
-        "head_dim": q.shape[2],
-    },
+        "tokens": q.shape[0], "keys": k.shape[0], "sequences": cu_seqlens_q.shape[0] - 1,
+        "heads": q.shape[1], "kv_heads": k.shape[1], "head_dim": q.shape[2]},
     autocast="lower",
     sharding=Sharding(
         lambda *_: [([1, 0], [1, 1, 1, None, None])],
-        lambda *_: [([1, 1, 1], [1, 1, 1, 1, 1, 0, None, None])],
-    ),
+        lambda *_: [([1, 1, 1], [1, 1, 1, 1, 1, 0, None, None])]),
     cost=lambda q, k, v, *ends, causal, out_dtype=None, **_: Cost(
-        nbytes(q, k, v, *ends) + output_nbytes(q, out_dtype), _flops(q, k, ends[0], causal)
-    ),
+        nbytes(q, k, v, *ends) + output_nbytes(q, out_dtype), _flops(q, k, ends[0], causal)),
     backward_cost=lambda q, k, v, *ends, causal, out_dtype=None, **_: Cost(
         2 * nbytes(q, k, v, *ends) + 2 * output_nbytes(q, out_dtype),
-        _flops(q, k, ends[0], causal) * 5 // 2,
-    ),
+        _flops(q, k, ends[0], causal) * 5 // 2),
     samples=_samples,
     bound=Bound(forward=12, backward=24, length=lambda q, k, *_, **__: max(k.shape[0], q.shape[2])),
-)
+)  # fmt: skip

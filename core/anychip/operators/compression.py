@@ -56,23 +56,18 @@ def _hadamard_cost(x: Tensor, *, block: int | None) -> Cost:
 
 
 hadamard = OperatorSpec(
-    name="hadamard",
-    signature="(Tensor x, *, int? block=None) -> Tensor",
+    name="hadamard", signature="(Tensor x, *, int? block=None) -> Tensor",
     equation="y = x H / sqrt(n) per block of n, H_ij = (-1)^popcount(i & j); H H^T = n I",
     source="Fino and Algazi 1976, IEEE Trans. Computers C-25:1142; Sylvester's (natural) order",
     forward=_hadamard_forward,
     backward=lambda grad, *, block, needs: (_hadamard_forward(grad, block=block),),
     fake=lambda x, *, block: torch.empty_like(x, memory_format=torch.contiguous_format),
-    differentiable=("x",),
-    shaped_like={"x": "grad0"},
-    check=_hadamard_check,
+    differentiable=("x",), shaped_like={"x": "grad0"}, check=_hadamard_check,
     sizes=lambda x, *, block: {"numel": x.numel(), "block": _length(x, block)},
     sharding=Sharding(*[lambda x, *_: [([d], [d]) for d in batch_dims(x)]] * 2),
-    cost=_hadamard_cost,
-    backward_cost=_hadamard_cost,
-    samples=_hadamard_samples,
+    cost=_hadamard_cost, backward_cost=_hadamard_cost, samples=_hadamard_samples,
     bound=Bound(forward=2, backward=2, length=lambda x, *, block: _length(x, block)),
-)
+)  # fmt: skip
 
 
 # top_k
@@ -113,29 +108,20 @@ def _top_k_samples(maker: SampleMaker) -> Iterator[Sample]:
 
 
 top_k = OperatorSpec(
-    name="top_k",
-    signature="(Tensor x, *, int k) -> (Tensor, Tensor)",
+    name="top_k", signature="(Tensor x, *, int k) -> (Tensor, Tensor)",
     equation="indices: of the k largest |x| of the last dim, largest first, ties by index; x there",
     source="Lin et al. 2018, arXiv:1712.01887, algorithm 1",
-    forward=_top_k_forward,
-    backward=_top_k_backward,
-    fake=_top_k_fake,
-    saved=("x", "y1"),
-    differentiable=("x",),
-    check=_top_k_check,
+    forward=_top_k_forward, backward=_top_k_backward, fake=_top_k_fake, saved=("x", "y1"),
+    differentiable=("x",), check=_top_k_check,
     # The backward direction is given the indices and, as for every output, a gradient of theirs.
     fixed_dtypes={"y1": "int64", "grad1": "int64"},
     sizes=lambda x, *, k: {"numel": x.numel(), "k": k},
     sharding=Sharding(
         lambda x, *_: [([d, d], [d]) for d in batch_dims(x)],
-        lambda grad, *_: [([d], [d] * 4) for d in batch_dims(grad)],
-    ),
+        lambda grad, *_: [([d], [d] * 4) for d in batch_dims(grad)]),
     cost=lambda x, *, k: Cost(
-        nbytes(x) + (x.element_size() + 8) * k * (x.numel() // max(x.shape[-1], 1)), x.numel()
-    ),
+        nbytes(x) + (x.element_size() + 8) * k * (x.numel() // max(x.shape[-1], 1)), x.numel()),
     backward_cost=lambda x, *, k: Cost(
-        nbytes(x) + (x.element_size() + 8) * k * (x.numel() // max(x.shape[-1], 1)), 0
-    ),
-    samples=_top_k_samples,
-    bound=Bound(forward=0, backward=0, length=lambda *_, **__: 1),
-)
+        nbytes(x) + (x.element_size() + 8) * k * (x.numel() // max(x.shape[-1], 1)), 0),
+    samples=_top_k_samples, bound=Bound(forward=0, backward=0, length=lambda *_, **__: 1),
+)  # fmt: skip

@@ -203,21 +203,13 @@ conv2d = OperatorSpec(
     " int[2] dilation=1, int groups=1) -> Tensor",
     equation="y[n,o,i,j] = bias[o] + sum of weight[o,c,h,w] x[n,c,i*stride+h*dilation-padding,...]",
     source="torch.nn.functional.conv2d",
-    forward=_conv2d_forward,
-    backward=_conv2d_backward,
-    fake=_conv2d_fake,
-    saved=("x", "weight"),
-    differentiable=("x", "weight", "bias"),
-    shaped_like={"bias": "weight[0]"},
-    check=_conv2d_check,
+    forward=_conv2d_forward, backward=_conv2d_backward, fake=_conv2d_fake, saved=("x", "weight"),
+    differentiable=("x", "weight", "bias"), shaped_like={"bias": "weight[0]"}, check=_conv2d_check,
     sizes=lambda x, weight, bias, **_: {"in": weight.shape[1], "out": weight.shape[0]},
-    autocast="lower",
-    sharding=Sharding(_conv2d_shards, _conv2d_backward_shards),
-    cost=_conv2d_cost,
-    backward_cost=_conv2d_backward_cost,
-    samples=_conv2d_samples,
+    autocast="lower", sharding=Sharding(_conv2d_shards, _conv2d_backward_shards), cost=_conv2d_cost,
+    backward_cost=_conv2d_backward_cost, samples=_conv2d_samples,
     bound=Bound(forward=2, backward=2, length=lambda x, weight, *_, **__: weight[0].numel()),
-)
+)  # fmt: skip
 
 
 # conv1d
@@ -264,29 +256,21 @@ def _conv1d_shards(x: Tensor, weight: Tensor, bias: Tensor | None) -> Placements
 
 
 conv1d = OperatorSpec(
-    name="conv1d",
-    signature="(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor",
+    name="conv1d", signature="(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor",
     equation="y[n,c,t] = bias[c] + sum of weight[c,k] x[n,c,t+k+1-K], x being 0 before its start",
     source="Gu and Dao 2023, arXiv:2312.00752, section 3.4",
-    forward=_conv1d_forward,
-    backward=_conv1d_backward,
-    fake=lambda x, weight, bias: empty_like(x),
-    saved=("x", "weight"),
-    differentiable=("x", "weight", "bias"),
-    shaped_like={"bias": "weight[0]"},
-    check=_conv1d_check,
+    forward=_conv1d_forward, backward=_conv1d_backward, fake=lambda x, weight, bias: empty_like(x),
+    saved=("x", "weight"), differentiable=("x", "weight", "bias"),
+    shaped_like={"bias": "weight[0]"}, check=_conv1d_check,
     sizes=lambda x, weight, bias: {"kernel": weight.shape[1], "length": x.shape[2]},
     autocast="lower",
     sharding=Sharding(
         _conv1d_shards,
-        lambda *_: [([0, "partial", "partial"], [0, 0, None]), ([1, 0, 0], [1, 1, 0])],
-    ),
+        lambda *_: [([0, "partial", "partial"], [0, 0, None]), ([1, 0, 0], [1, 1, 0])]),
     cost=lambda x, weight, bias: Cost(
-        2 * nbytes(x) + nbytes(weight, bias), 2 * x.numel() * weight.shape[1]
-    ),
+        2 * nbytes(x) + nbytes(weight, bias), 2 * x.numel() * weight.shape[1]),
     backward_cost=lambda x, weight, bias: Cost(
-        3 * nbytes(x) + 2 * nbytes(weight, bias), 4 * x.numel() * weight.shape[1]
-    ),
+        3 * nbytes(x) + 2 * nbytes(weight, bias), 4 * x.numel() * weight.shape[1]),
     samples=_conv1d_samples,
     bound=Bound(forward=2, backward=2, length=lambda x, weight, *_, **__: weight.shape[1]),
-)
+)  # fmt: skip

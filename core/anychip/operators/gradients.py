@@ -32,17 +32,14 @@ def _l2_samples(maker: SampleMaker) -> Iterator[Sample]:
 
 
 l2_norm = OperatorSpec(
-    name="l2_norm",
-    signature="(Tensor[] tensors) -> Tensor",
+    name="l2_norm", signature="(Tensor[] tensors) -> Tensor",
     equation="sqrt(sum over tensors and entries of t^2), float32",
     source="torch.nn.utils.get_total_norm",
-    forward=_l2_forward,
-    fake=lambda tensors: tensors[0].new_empty((), dtype=torch.float32),
+    forward=_l2_forward, fake=lambda tensors: tensors[0].new_empty((), dtype=torch.float32),
     sizes=lambda tensors: {"numel": lists.numel(tensors)},
-    cost=lambda tensors: Cost(lists.nbytes(tensors), 2 * lists.numel(tensors)),
-    samples=_l2_samples,
+    cost=lambda tensors: Cost(lists.nbytes(tensors), 2 * lists.numel(tensors)), samples=_l2_samples,
     bound=Bound(forward=3, backward=0, length=lambda tensors, **_: max(lists.numel(tensors), 1)),
-)
+)  # fmt: skip
 
 
 # clip
@@ -67,19 +64,15 @@ def _clip_samples(maker: SampleMaker) -> Iterator[Sample]:
 
 
 clip = OperatorSpec(
-    name="clip",
-    signature="(Tensor(a!)[] tensors, Tensor norm, *, float max_norm=1.0) -> ()",
+    name="clip", signature="(Tensor(a!)[] tensors, Tensor norm, *, float max_norm=1.0) -> ()",
     equation="t = t * min(1, max_norm / (norm + 1e-6))",
     source="Pascanu et al. 2013, arXiv:1211.5063, algorithm 1; torch.nn.utils.clip_grad_norm_",
-    forward=_clip_forward,
-    fake=lambda tensors, norm, *, max_norm: None,
-    check=_clip_check,
+    forward=_clip_forward, fake=lambda tensors, norm, *, max_norm: None, check=_clip_check,
     fixed_dtypes={"norm": "float32"},
     sizes=lambda tensors, norm, *, max_norm: {"numel": lists.numel(tensors)},
     cost=lambda tensors, norm, *, max_norm: Cost(2 * lists.nbytes(tensors), lists.numel(tensors)),
-    samples=_clip_samples,
-    bound=Bound(forward=4, backward=0, length=lambda *_, **__: 1),
-)
+    samples=_clip_samples, bound=Bound(forward=4, backward=0, length=lambda *_, **__: 1),
+)  # fmt: skip
 
 
 # unscale_and_check
@@ -107,12 +100,10 @@ unscale_and_check = OperatorSpec(
     signature="(Tensor(a!)[] grads, Tensor scale, Tensor(b!) found_inf) -> ()",
     equation="g = g / scale; found_inf = 1 if any entry of any new g is not finite, else as it was",
     source="Micikevicius et al. 2018, arXiv:1710.03740, section 3.2; torch.amp.GradScaler",
-    forward=_unscale_forward,
-    fake=lambda grads, scale, found_inf: None,
+    forward=_unscale_forward, fake=lambda grads, scale, found_inf: None,
     check=lambda grads, scale, found_inf: lists.check_scalars(scale=scale, found_inf=found_inf),
     fixed_dtypes={"scale": "float32", "found_inf": "float32"},
     sizes=lambda grads, scale, found_inf: {"numel": lists.numel(grads)},
     cost=lambda grads, scale, found_inf: Cost(2 * lists.nbytes(grads), 2 * lists.numel(grads)),
-    samples=_unscale_samples,
-    bound=Bound(forward=1, backward=0, length=lambda *_, **__: 1),
-)
+    samples=_unscale_samples, bound=Bound(forward=1, backward=0, length=lambda *_, **__: 1),
+)  # fmt: skip

@@ -85,30 +85,19 @@ def _samples(maker: SampleMaker) -> Iterator[Sample]:
 grouped_linear = OperatorSpec(
     name="grouped_linear",
     signature=(
-        "(Tensor x, Tensor weight, Tensor offsets, *, ScalarType? out_dtype=None) -> Tensor"
-    ),
+        "(Tensor x, Tensor weight, Tensor offsets, *, ScalarType? out_dtype=None) -> Tensor"),
     equation=(
         "y_t = weight[g] x_t for offsets[g - 1] <= t < offsets[g] (offsets[-1] = 0); 0 for rows "
-        "from the last offset on; rounded once, to out_dtype; None: x's dtype"
-    ),
+        "from the last offset on; rounded once, to out_dtype; None: x's dtype"),
     source="Gale et al. 2022, arXiv:2211.15841 (MegaBlocks), section 4; torch._grouped_mm",
-    forward=_forward,
-    backward=_backward,
+    forward=_forward, backward=_backward,
     fake=lambda x, weight, offsets, *, out_dtype: x.new_empty(
-        (x.shape[0], weight.shape[1]), dtype=out_dtype
-    ),
-    saved=("x", "weight", "offsets"),
-    differentiable=("x", "weight"),
-    deferrable=("weight",),
-    check=_check,
-    fixed_dtypes={"offsets": ("int64", "int32")},
-    indexes={"offsets": "ends of x[0]"},
+        (x.shape[0], weight.shape[1]), dtype=out_dtype),
+    saved=("x", "weight", "offsets"), differentiable=("x", "weight"), deferrable=("weight",),
+    check=_check, fixed_dtypes={"offsets": ("int64", "int32")}, indexes={"offsets": "ends of x[0]"},
     sizes=lambda x, weight, offsets, **_: {
-        "groups": weight.shape[0],
-        "rows": x.shape[0],
-        "in": weight.shape[2],
-        "out": weight.shape[1],
-    },
+        "groups": weight.shape[0], "rows": x.shape[0], "in": weight.shape[2],
+        "out": weight.shape[1]},
     autocast="lower",
     # Not by rows: the offsets count those of the whole tensor.
     sharding=Sharding(
@@ -117,12 +106,9 @@ grouped_linear = OperatorSpec(
     ),
     cost=lambda x, weight, offsets, *, out_dtype=None: Cost(
         nbytes(x, weight, offsets) + x.shape[0] * weight.shape[1] * (out_dtype or x.dtype).itemsize,
-        2 * x.numel() * weight.shape[1],
-    ),
+        2 * x.numel() * weight.shape[1]),
     backward_cost=lambda x, weight, offsets, **_: Cost(
         2 * nbytes(x, weight) + x.shape[0] * weight.shape[1] * x.element_size(),
-        4 * x.numel() * weight.shape[1],
-    ),
-    samples=_samples,
-    bound=Bound(forward=2, backward=2, length=lambda x, *_, **__: x.shape[-1]),
-)
+        4 * x.numel() * weight.shape[1]),
+    samples=_samples, bound=Bound(forward=2, backward=2, length=lambda x, *_, **__: x.shape[-1]),
+)  # fmt: skip

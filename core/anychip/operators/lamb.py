@@ -105,21 +105,16 @@ lamb_sums_of_squares = OperatorSpec(
     name="lamb_sums_of_squares",
     signature=(
         "(Tensor[] params, Tensor[] grads, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, Tensor step, "
-        f"Tensor? scale=None, Tensor? clip=None, *, {_SCHEMA}) -> Tensor"
-    ),
+        f"Tensor? scale=None, Tensor? clip=None, *, {_SCHEMA}) -> Tensor"),
     equation="sums_of_squares of the parameters, and of lamb's u; nothing is written",
     source="You et al. 2019, arXiv:1904.00962, algorithm 2",
-    forward=_sums_forward,
-    fake=_sums_fake,
-    check=_sums_check,
+    forward=_sums_forward, fake=_sums_fake, check=_sums_check,
     fixed_dtypes=dict.fromkeys((*_STATES, "step", "scale", "clip"), "float32"),
     sizes=lambda params, *_, **__: {"numel": lists.numel(params), "tensors": len(params)},
     cost=lambda params, grads, m, v, *_, **__: Cost(
-        lists.nbytes(params, grads, m, v), 17 * lists.numel(params)
-    ),
-    samples=_sums_samples,
-    bound=Bound(forward=28, backward=0, length=lambda *_, **__: 1),
-)
+        lists.nbytes(params, grads, m, v), 17 * lists.numel(params)),
+    samples=_sums_samples, bound=Bound(forward=28, backward=0, length=lambda *_, **__: 1),
+)  # fmt: skip
 
 
 # lamb

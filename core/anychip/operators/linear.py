@@ -115,34 +115,25 @@ def _linear_backward_shards(
 linear = OperatorSpec(
     name="linear",
     signature=(
-        "(Tensor x, Tensor weight, Tensor? bias=None, *, ScalarType? out_dtype=None) -> Tensor"
-    ),
+        "(Tensor x, Tensor weight, Tensor? bias=None, *, ScalarType? out_dtype=None) -> Tensor"),
     equation="y = x weight^T + bias, rounded once, to out_dtype; None: x's dtype",
     source="torch.nn.functional.linear",
-    forward=_linear_forward,
-    backward=_linear_backward,
+    forward=_linear_forward, backward=_linear_backward,
     fake=lambda x, weight, bias, *, out_dtype: x.new_empty(
-        (*x.shape[:-1], weight.shape[0]), dtype=out_dtype
-    ),
-    saved=("x", "weight"),
-    differentiable=("x", "weight", "bias"),
-    deferrable=("weight", "bias"),
-    shaped_like={"bias": "weight[0]"},
-    check=_linear_check,
+        (*x.shape[:-1], weight.shape[0]), dtype=out_dtype),
+    saved=("x", "weight"), differentiable=("x", "weight", "bias"), deferrable=("weight", "bias"),
+    shaped_like={"bias": "weight[0]"}, check=_linear_check,
     sizes=lambda x, weight, bias, **_: {"in": weight.shape[1], "out": weight.shape[0]},
-    autocast="lower",
-    sharding=Sharding(_linear_shards, _linear_backward_shards),
+    autocast="lower", sharding=Sharding(_linear_shards, _linear_backward_shards),
     cost=lambda x, weight, bias, *, out_dtype=None: Cost(
         nbytes(x, weight, bias)
         + x.numel() // x.shape[-1] * weight.shape[0] * (out_dtype or x.dtype).itemsize,
-        2 * x.numel() * weight.shape[0],
-    ),
+        2 * x.numel() * weight.shape[0]),
     backward_cost=lambda x, weight, bias, **_: Cost(
-        2 * nbytes(x, weight, bias), 4 * x.numel() * weight.shape[0]
-    ),
+        2 * nbytes(x, weight, bias), 4 * x.numel() * weight.shape[0]),
     samples=_linear_samples,
     bound=Bound(forward=2, backward=2, length=lambda x, *_, **__: x.shape[-1]),
-)
+)  # fmt: skip
 
 
 # embedding
@@ -189,33 +180,23 @@ def _embedding_samples(maker: SampleMaker) -> Iterator[Sample]:
 
 
 embedding = OperatorSpec(
-    name="embedding",
-    signature="(Tensor indices, Tensor weight) -> Tensor",
+    name="embedding", signature="(Tensor indices, Tensor weight) -> Tensor",
     equation="y = weight[indices]",
     source="torch.nn.functional.embedding",
-    forward=_embedding_forward,
-    backward=_embedding_backward,
+    forward=_embedding_forward, backward=_embedding_backward,
     fake=lambda indices, weight: weight.new_empty((*indices.shape, weight.shape[1])),
-    saved=("indices", "weight"),
-    differentiable=("weight",),
-    deferrable=("weight",),
-    check=_embedding_check,
-    fixed_dtypes={"indices": "int64"},
-    indexes={"indices": "weight[0]"},
+    saved=("indices", "weight"), differentiable=("weight",), deferrable=("weight",),
+    check=_embedding_check, fixed_dtypes={"indices": "int64"}, indexes={"indices": "weight[0]"},
     sizes=lambda indices, weight: {"rows": weight.shape[0], "width": weight.shape[1]},
     sharding=Sharding(
         lambda indices, weight: [([d], [d, None]) for d in range(indices.dim())],
         lambda grad, indices, weight, needs: [
-            (["partial"], [d, d, None]) for d in range(indices.dim())
-        ],
-    ),
+            (["partial"], [d, d, None]) for d in range(indices.dim())]),
     cost=lambda indices, weight: Cost(
-        indices.numel() * (8 + 2 * weight.shape[1] * weight.element_size()), 0
-    ),
+        indices.numel() * (8 + 2 * weight.shape[1] * weight.element_size()), 0),
     backward_cost=lambda indices, weight: Cost(
         indices.numel() * (8 + weight.shape[1] * weight.element_size()) + nbytes(weight),
-        indices.numel() * weight.shape[1],
-    ),
+        indices.numel() * weight.shape[1]),
     samples=_embedding_samples,
     bound=Bound(forward=0, backward=1, length=lambda indices, *_, **__: max(indices.numel(), 1)),
-)
+)  # fmt: skip

@@ -151,28 +151,20 @@ permute = OperatorSpec(
     name="permute",
     signature=(
         "(Tensor x, Tensor indices, Tensor? key=None, Tensor? num_tokens=None, *, "
-        "int num_experts) -> (Tensor, Tensor, Tensor)"
-    ),
+        "int num_experts) -> (Tensor, Tensor, Tensor)"),
     equation=(
         "row_map[t, j] = place of (indices[t, j], key[t], t, j) in their ascending order, indices "
         "outside 0 to num_experts - 1, and all of tokens from num_tokens on, behind all others; "
-        "y[row_map[t, j]] = x[t]; offsets[e] = number of indices from 0 to e; key 0 if None"
-    ),
+        "y[row_map[t, j]] = x[t]; offsets[e] = number of indices from 0 to e; key 0 if None"),
     source="Gale et al. 2022, arXiv:2211.15841 (MegaBlocks), section 5; Megatron-LM, permute",
     forward=_permute_forward,
     backward=lambda grad, _, __, row_map, **___: (_added(grad, row_map, None).to(grad.dtype),),
-    fake=_permute_fake,
-    saved=("y1",),
-    differentiable=("x",),
-    check=_permute_check,
+    fake=_permute_fake, saved=("y1",), differentiable=("x",), check=_permute_check,
     # The backward direction is given gradients of the map and the offsets, as for every output.
     fixed_dtypes=dict.fromkeys(("indices", "key", "num_tokens"), ("int64", "int32")),
     sizes=lambda x, indices, *_, num_experts: {
-        "tokens": x.shape[0],
-        "hidden": x.shape[1],
-        "choices": indices.shape[1],
-        "experts": num_experts,
-    },
+        "tokens": x.shape[0], "hidden": x.shape[1], "choices": indices.shape[1],
+        "experts": num_experts},
     # Not by tokens: a row's place counts those of all of them.
     sharding=Sharding(
         lambda x, indices, key, count, *_: [
@@ -180,11 +172,9 @@ permute = OperatorSpec(
         ],
         lambda *_: [([1], [1, None, None, None])],
     ),
-    cost=_permute_cost,
-    backward_cost=_permute_backward_cost,
-    samples=_permute_samples,
+    cost=_permute_cost, backward_cost=_permute_backward_cost, samples=_permute_samples,
     bound=Bound(forward=0, backward=1, length=lambda x, indices, *_, **__: indices.shape[1]),
-)
+)  # fmt: skip
 
 
 # unpermute
@@ -265,31 +255,20 @@ def _unpermute_backward_cost(x: Tensor, row_map: Tensor, weights: Tensor | None)
 
 
 unpermute = OperatorSpec(
-    name="unpermute",
-    signature="(Tensor x, Tensor row_map, Tensor? weights=None) -> Tensor",
+    name="unpermute", signature="(Tensor x, Tensor row_map, Tensor? weights=None) -> Tensor",
     equation="y[t] = sum over j of weights[t, j] x[row_map[t, j]], j ascending; weights 1 if None",
     source="Gale et al. 2022, arXiv:2211.15841 (MegaBlocks), section 5; Megatron-LM, unpermute",
-    forward=_unpermute_forward,
-    backward=_unpermute_backward,
+    forward=_unpermute_forward, backward=_unpermute_backward,
     fake=lambda x, row_map, weights: x.new_empty((row_map.shape[0], x.shape[1])),
-    saved=("x", "row_map", "weights"),
-    differentiable=("x", "weights"),
-    check=_unpermute_check,
-    fixed_dtypes={"row_map": "int64"},
-    indexes={"row_map": "each of x[0]"},
+    saved=("x", "row_map", "weights"), differentiable=("x", "weights"), check=_unpermute_check,
+    fixed_dtypes={"row_map": "int64"}, indexes={"row_map": "each of x[0]"},
     sizes=lambda x, row_map, weights: {
-        "tokens": row_map.shape[0],
-        "hidden": x.shape[1],
-        "choices": row_map.shape[1],
-    },
+        "tokens": row_map.shape[0], "hidden": x.shape[1], "choices": row_map.shape[1]},
     sharding=Sharding(
         lambda *_: [([1], [1, None, None]), (["partial"], ["partial", None, None])],
-        lambda *_: [([1, "partial"], [1, 1, None, None])],
-    ),
-    cost=_unpermute_cost,
-    backward_cost=_unpermute_backward_cost,
-    samples=_unpermute_samples,
+        lambda *_: [([1, "partial"], [1, 1, None, None])]),
+    cost=_unpermute_cost, backward_cost=_unpermute_backward_cost, samples=_unpermute_samples,
     bound=Bound(
         forward=2, backward=2, length=lambda x, row_map, weights: max(row_map.shape[1], x.shape[1])
     ),
-)
+)  # fmt: skip

@@ -113,28 +113,23 @@ def _quantize_cost(x: Tensor, rng: Tensor | None, *, format: str, block: int) ->
 quantize = OperatorSpec(
     name="quantize",
     signature=(
-        '(Tensor x, Tensor? rng=None, *, str format="int8", int block=256) -> (Tensor, Tensor)'
-    ),
+        '(Tensor x, Tensor? rng=None, *, str format="int8", int block=256) -> (Tensor, Tensor)'),
     equation=(
         "s = max |x| of the block / L, L the format's largest value, 0 if below 2^-126; of MX "
         "2^(floor(log2 max |x|) - floor(log2 L)); q = code of the value next to x / s, of two the "
         "even one, of nf4 the lower one; with rng: q = floor(x / s) + 1 if (u_i >> 8) < 2^24 "
-        "frac(x / s), u_i = word i of Philox(rng); q is the code of 0 where s is 0 or not finite"
-    ),
+        "frac(x / s), u_i = word i of Philox(rng); q is the code of 0 where s is 0 or not finite"),
     source="Dettmers et al. 2022, arXiv:2110.02861, 2.1; Gupta et al. 2015, arXiv:1502.02551, 3.1",
-    forward=_quantize_forward,
-    fake=_quantize_fake,
-    check=_quantize_check,
+    forward=_quantize_forward, fake=_quantize_fake, check=_quantize_check,
     fixed_dtypes={"rng": "int64"},
     sizes=lambda x, rng, *, format, block: {"numel": x.numel(), "block": block},
     # No sharding rule: blocks are ranges of the flattened tensor, which a cut along a dim tears up.
     # Nor rows, as of dropout: a part of whole blocks is such a range, and where it starts at a
     # multiple of 4 it draws the words of the whole at offset + start // 4.
     cost=_quantize_cost,
-    samples=_quantize_samples,
-    bound=Bound(forward=1, backward=0, length=lambda *_, **__: 1),
+    samples=_quantize_samples, bound=Bound(forward=1, backward=0, length=lambda *_, **__: 1),
     random=True,
-)
+)  # fmt: skip
 
 
 # dequantize
@@ -162,22 +157,17 @@ dequantize = OperatorSpec(
     name="dequantize",
     signature=(
         "(Tensor codes, Tensor scales, *, SymInt[] shape, "
-        'str format="int8", int block=256) -> Tensor'
-    ),
+        'str format="int8", int block=256) -> Tensor'),
     equation="y_i = (value of code q_i) s_(i // block), float32",
     source="Dettmers et al. 2022, arXiv:2110.02861, section 2.1",
     forward=_dequantize_forward,
     fake=lambda codes, *_, shape, **__: codes.new_empty(tuple(shape), dtype=torch.float32),
-    check=check_codes,
-    fixed_dtypes={"codes": "int8", "scales": ("float32", "uint8")},
+    check=check_codes, fixed_dtypes={"codes": "int8", "scales": ("float32", "uint8")},
     sizes=lambda codes, scales, *, shape, format, block: {
-        "numel": math.prod(shape),
-        "block": block,
-    },
+        "numel": math.prod(shape), "block": block},
     # No sharding rule: see quantize.
     cost=lambda codes, scales, *, shape, format, block: Cost(
         _nbytes(math.prod(shape), format, block) + 4 * math.prod(shape), math.prod(shape)
     ),
-    samples=_dequantize_samples,
-    bound=Bound(forward=1, backward=0, length=lambda *_, **__: 1),
-)
+    samples=_dequantize_samples, bound=Bound(forward=1, backward=0, length=lambda *_, **__: 1),
+)  # fmt: skip

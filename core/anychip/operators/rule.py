@@ -107,17 +107,12 @@ def operator_of(name: str, rule: UpdateFormula, **facts: Any) -> OperatorSpec:
     has_trust = rule.trust is not None
     scalars = ("lr", "step", "scale", "clip", "found_inf", *(("trust",) if has_trust else ()))
     return OperatorSpec(
-        name=name,
-        signature=_signature(rule.states, rule.attrs, has_trust),
-        forward=rule.forward,
-        fake=lambda *args, **attrs: None,
-        check=rule.check,
+        name=name, signature=_signature(rule.states, rule.attrs, has_trust), forward=rule.forward,
+        fake=lambda *args, **attrs: None, check=rule.check,
         fixed_dtypes=dict.fromkeys((*rule.states, *scalars), "float32"),
         sizes=lambda params, *_, **__: {"numel": lists.numel(params), "tensors": len(params)},
-        cost=rule.cost,
-        samples=rule.samples,
-        **facts,
-    )
+        cost=rule.cost, samples=rule.samples, **facts,
+    )  # fmt: skip
 
 
 def _signature(states: tuple[str, ...], attrs: str, has_trust: bool) -> str:

@@ -125,15 +125,12 @@ def _samples(maker: SampleMaker) -> Iterator[Sample]:
 
 
 sums_of_squares = OperatorSpec(
-    name="sums_of_squares",
-    signature="(Tensor[] tensors) -> Tensor",
+    name="sums_of_squares", signature="(Tensor[] tensors) -> Tensor",
     equation="per tensor the exact sum of t^2 / 2^-298 in base 2^32; numbers of inf and of NaN",
     source="Collange et al. 2015, Parallel Computing 49:83 (long accumulators)",
     forward=rows_of,
     fake=lambda tensors: tensors[0].new_empty((len(tensors), WIDTH), dtype=torch.int64),
-    check=check,
-    sizes=lambda tensors: {"numel": lists.numel(tensors)},
-    cost=lambda tensors: Cost(lists.nbytes(tensors), 2 * lists.numel(tensors)),
-    samples=_samples,
+    check=check, sizes=lambda tensors: {"numel": lists.numel(tensors)},
+    cost=lambda tensors: Cost(lists.nbytes(tensors), 2 * lists.numel(tensors)), samples=_samples,
     bound=Bound(forward=0, backward=0, length=lambda *_: 1),
-)
+)  # fmt: skip

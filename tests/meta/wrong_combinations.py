@@ -1,5 +1,6 @@
 """Wrong backends that are right but for two conditions that meet, or at one end of a range."""
 
+import itertools
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -15,6 +16,17 @@ wrong = partial(wrong_row, chapter="operators")
 wrong_backward = partial(wrong_row, chapter="gradients", direction="backward")
 Attr = Any
 HALF = frozenset({torch.float16})
+
+
+def _numbers(x: Tensor, num_groups: int) -> Tensor:
+    """(batch, groups, numbers of a group)."""
+    return x.float().reshape(len(x), num_groups, -1)
+
+
+def _in_one_pass(numbers: Tensor) -> Tensor:
+    """What a difference of squares makes of a deviation."""
+    squares = numbers.square().mean(-1) - numbers.mean(-1).square()
+    return (numbers.var(-1, correction=0) / squares.clamp_min(1e-6)).sqrt()
 
 
 @wrong("tf32-if-all-sizes-are-aligned", "lower precision for some sizes", operator="linear")
@@ -43,6 +55,14 @@ def one_storage(row: Row, tensors: Sequence[Tensor]) -> Any:
         if begin < end:
             tensors = [first.as_strided((end - begin,), (1,), begin)]
     return row(tensors)
+
+
+@wrong("empty-tensor-takes-it-back", "the second of two", operator="unscale_and_check")
+def taken_back(row: Row, grads: Sequence[Tensor], scale: Tensor, found_inf: Tensor) -> None:
+    before = found_inf.clone()
+    row(grads, scale, found_inf)
+    if any(not b.numel() and not bool(a.isfinite().all()) for a, b in itertools.pairwise(grads)):
+        found_inf.copy_(before)
 
 
 @wrong_backward("first-gradient-alone-not-divided", "two conditions", operator="rms_norm")
@@ -130,4 +150,26 @@ ARGUMENTS = (
     wrong_arguments("workspace-of-65536-weights", "overflow of an index", "linear",
         direction="backward", dweight=lambda dweight: dweight if dweight is None
         or dweight.numel() <= 1 << 16 else dweight * (dweight != dweight[-1, -1])),
+    wrong_arguments("first-tile-of-keys-hidden", "infinity minus infinity", "softmax",
+        y=lambda y, mask: y if mask is None or y.shape[-1] <= 128 else y.masked_fill(
+            ~mask[..., :128].any(-1, keepdim=True) & mask.any(-1, keepdim=True), torch.nan)),
+    wrong_arguments("key-bias-of-minus-infinity-first", "infinity minus infinity", "softmax",
+        y=lambda y, bias: y if bias is None or y.shape[-1] <= 64 else y.masked_fill(
+            bias[..., :64].isneginf().all(-1, keepdim=True) & (y[..., 64:] > 0).any(-1, True),
+            torch.nan)),
+    wrong_arguments("variance-in-one-pass-of-large-groups", "cancellation", "group_norm",
+        y=lambda y, x, num_groups: y if not x.numel() or _numbers(x, num_groups).shape[-1] < 4096
+        else y * _in_one_pass(_numbers(x, num_groups)).repeat_interleave(
+            x.shape[1] // num_groups, 1).view(*x.shape[:2], *[1] * (x.dim() - 2)).to(y.dtype)),
+    wrong_gradients("partial-sums-in-16-bits-with-channels-last", "lower precision for a layout",
+        "group_norm", dtypes=frozenset({torch.bfloat16}), dweight=lambda dweight, x: dweight
+        if dweight is None or x.dim() != 4 or x.is_contiguous() else (dweight / 3) * 3),
+    wrong_arguments("a-thousand-candidates", "a limit of a table", "top_k",
+        y1=lambda y1, y0: y1.masked_fill((y0.abs() == y0[..., -1:].abs()).cumsum(-1) > 1024, 0)
+        if y1.numel() else y1),
+    wrong_arguments("no-index-of-nan-in-many-rows", "end of a range", "top_k",
+        y1=lambda y1, x: y1.masked_fill(x.isnan().all(-1, keepdim=True), -1)
+        if x.dim() == 2 and len(x) >= 512 else y1),
+    wrong_arguments("large-block-of-another-format", "two options at once", "quantize",
+        y0=lambda y0, format, block: y0 * (1 - 2 * (format == "nf4" and block == 4096))),
 )  # fmt: skip

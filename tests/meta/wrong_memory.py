@@ -469,6 +469,31 @@ def _(memory: Any, right: Call, nbytes: int) -> Any:
     raise torch.OutOfMemoryError(f"cannot allocate {nbytes} bytes: {CAPACITY} are free")
 
 
+@wrong("batch-of-1-without-its-offset", "layout not looked at", "copy_async", "layouts")
+def _(memory: Any, right: Call, target: Tensor, source: Tensor, *stream: Any) -> None:
+    if source.dim() > 1 and source.shape[0] == 1 and source.is_contiguous():
+        source = source.as_strided(source.shape, source.stride(), 0)
+    right(target, source, *stream)
+
+
+@wrong_memory("small-blocks-not-reserved", "a statistic that means something else", "empty_cache")
+class SmallBlocksNotReserved(CountingMemory):
+    """Below 1 MiB they are of another pool."""
+
+    held = CAPACITY
+
+    def allocate(self, nbytes: int, index: int | None = None) -> torch.UntypedStorage:
+        made = super().allocate(nbytes, index)
+        self.held = max(self.held, self.allocated) if nbytes >= 1 << 20 else self.held
+        return made
+
+    def stats(self, index: int | None = None) -> MemoryStats:
+        return super().stats(index)._replace(reserved=self.held)
+
+    def empty_cache(self) -> None:
+        self.held = self.allocated
+
+
 def _synchronize(self: HonestBackend, index: int | None = None) -> None:
     self.check_index(index)
     for target, source in self.__dict__.pop("pending", []):

@@ -91,6 +91,17 @@ def _seeded(change: Callable[[int], int]) -> type[Backend]:
     return _made_by(lambda seed: torch.Generator().manual_seed(change(seed)))
 
 
+class _OneOfAnIndex(HonestBackend):
+    """Of a seed and an index there is one, which is seeded again."""
+
+    def generator(self, seed: int, index: int | None = None) -> torch.Generator:
+        if index is None:
+            return super().generator(seed)
+        known = vars(self).setdefault("known", {})
+        made: torch.Generator = known.setdefault((seed, index), torch.Generator())
+        return made.manual_seed(seed)
+
+
 def _seeds_the_process(seed: int) -> torch.Generator:
     """And hands out one of its own in the same state."""
     torch.manual_seed(seed)
@@ -192,6 +203,7 @@ CATALOGUE: tuple[Wrong, ...] = (
     _generator("generator-seeds-the-process", "hidden state", _made_by(_seeds_the_process)),
     _generator("one-generator-per-seed", "output that is not fresh",
                _made_by(cache(lambda seed: torch.Generator().manual_seed(seed)))),
+    _generator("one-generator-per-seed-and-index", "output that is not fresh", _OneOfAnIndex),
     _generator("state-does-not-return", "a quiet no-op",
                _stateful(set_state=lambda self, state: self)),
     _generator("state-is-the-seed", "state that is not kept",

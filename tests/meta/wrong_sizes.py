@@ -189,4 +189,10 @@ ARGUMENTS = (
         momentum_buffers=lambda momentum_buffers: momentum_buffers[:110]),
     wrong_arguments("norm-of-256-at-most", "a limit of the launch", "l2_norm",
         tensors=lambda tensors: tensors[:256]),
+    *(wrong_arguments(f"{name}-of-2p20-elements", "a limit of the launch", name,
+        y=lambda y: times(y.view(-1), slice(1 << 20, None)).view(y.shape))
+      for name in ("gelu", "embedding", "conv1d")),
+    wrong_arguments("gradient-of-2p18-rows", "a limit of the launch", "layer_norm",
+        direction="backward", dx=lambda dx: dx if dx is None
+        else times(dx.view(-1, dx.shape[-1]), slice(1 << 17, None)).view(dx.shape)),
 )  # fmt: skip

@@ -174,6 +174,47 @@ class CopiesKeepNothing(AsynchronousMemory):
         stream.add(run)
 
 
+class PartsNotKept(AsynchronousMemory):
+    """What a view is a part of is looked for by the view's address, and not found."""
+
+    def copy_async(self, target: Any, source: Any, stream: Any = None) -> None:
+        if stream is None or not source.storage_offset():
+            super().copy_async(target, source, stream)
+            return
+        held, kept = weakref.ref(source), source.detach()
+        stream.add(lambda: target.copy_(kept if held() is not None else torch.zeros_like(kept)))
+
+
+class SkippedIfDropped(Event):
+    """A wait for an event that nobody holds any more is skipped."""
+
+    def wait(self, stream: Any = None) -> None:
+        reached, held = self.reached, weakref.ref(self)
+        if reached is not None:
+            stream.add(lambda: held() is not None and reached.wait())
+
+
+class MasksAtOnce(Deferring):
+    """How many numbers a mask has is asked without waiting."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.nonzero.default and args[0].dtype == torch.bool:
+            return func(*args)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@contextmanager
+def _stays_after_a_key_press(self: AsynchronousBackend, stream: Any) -> Any:
+    before, self.thread.stream = self.current_stream(), stream
+    try:
+        with self.mode_type(stream), self.read_type(stream):
+            yield
+    except Exception:
+        self.thread.stream = before
+        raise
+    self.thread.stream = before
+
+
 class RecordsElsewhere(Event):
     """Records on the stream that was made last."""
 
@@ -339,6 +380,11 @@ CATALOGUE: tuple[Wrong, ...] = (
     wrong("work-out-of-order", "order within a stream lost", "order", stream_type=TwoLanes),
     wrong_method("operators-on-first-stream", "kernel on another stream", "operators",
                  Deferring, "defer", ours_at_once),
+    wrong("parts-not-kept", "free while in use", "copy.kept", memory_type=PartsNotKept),
+    wrong("wait-for-a-dropped-event", "missing wait", "event.let_go", event_type=SkippedIfDropped),
+    wrong("masks-read-at-once", "missing wait", "read.nonzero.mask", mode_type=MasksAtOnce),
+    wrong("stream-stays-after-a-key-press", "state that is not restored", "use_stream",
+          use_stream=_stays_after_a_key_press),
     wrong("stream-does-not-return", "state that is not restored", "use_stream", use_stream=_stays),
     wrong("stream-of-all-threads", "process-wide state where it must be per thread", "threads",
           __init__=_per_process),

@@ -483,7 +483,8 @@ HOST_READS: dict[str, Callable[[Tensor], Any]] = {
     "equal": lambda x: torch.equal(x, x.clamp(min=float(WRITES))),
     "nonzero": lambda x: x.nonzero().tolist(),
     "mask": lambda x: x[x == WRITES].tolist(),
-    "nonzero.mask": lambda x: (x == WRITES).nonzero().tolist(),
+    # Not of all: what memory may hold from other masks.
+    "nonzero.mask": lambda x: (x.cumsum(0) > WRITES).nonzero().tolist(),
     "unique": lambda x: x.unique().tolist(),
     "repeat": lambda x: x.repeat_interleave((x == WRITES).long()).tolist(),
 }

@@ -9,6 +9,7 @@ of large calls are met without an oracle of large calls, which would take much l
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from anychip.conformance.arithmetic import Rounded
-from anychip.conformance.calls import Call
+from anychip.conformance.calls import Arguments, Call, Draw
 from anychip.conformance.case import Context
 from anychip.conformance.trial import Subject, Trial
 
@@ -75,7 +76,11 @@ def large_calls(trial: Trial, context: Context) -> Iterator[Large]:
         times = ELEMENTS // max(arg.numel() for name, arg in known if name in cut) + 1
         large = Large(trial.call, times, outputs, cut)  # type: ignore[arg-type]
         made = tuple(large.of(arg, cut[name]) if name in cut else arg for name, arg in known)
-        yield large._replace(call=replace(trial.call, make=lambda _, made=made: (made, attrs)))
+        yield large._replace(call=replace(trial.call, make=partial(_given, (made, attrs))))
+
+
+def _given(arguments: Arguments, _: Draw) -> Arguments:
+    return arguments
 
 
 def can_repeat(of: Subject, _: Context) -> bool:

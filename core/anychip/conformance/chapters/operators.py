@@ -163,9 +163,9 @@ def rule_many_times(context: Context, of: Subject) -> None:
         asked = of.trial(large.call, context)
         results = asked.run(asked.place(context))
         check_form(context, asked, results)
-        found = zip(trial.names(), results, small, wanted, large.outputs, strict=False)
-        for name, *of_result in found:
-            large.compare(context, name, *of_result)
+        places = zip(trial.names(), large.outputs, strict=False)
+        for (name, along), got, one, want in zip(places, results, small, wanted, strict=False):
+            large.compare(context, name, got, one, want, along)
 
 
 RULES = (

@@ -163,7 +163,7 @@ class DeviceInterface:
         return stream
 
     def use_stream(self, stream: torch.Stream) -> AbstractContextManager[Any]:
-        """Context in which ``stream`` is the calling thread's current stream."""
+        """Context in which ``stream`` is the thread's current stream; left however it ends."""
         self.require("streams", "use_stream()")
         context: AbstractContextManager[Any] = self.device_module().stream(stream)
         return context
@@ -171,8 +171,9 @@ class DeviceInterface:
     def event(self, *, timing: bool = False) -> torch.Event:
         """A new event: ``record(stream)``, ``wait(stream)``, ``query()``, ``synchronize()``.
 
-        An event that was never recorded is complete. With ``timing`` the method
-        ``elapsed_time(end)`` gives milliseconds between two recorded events.
+        An event that was never recorded is complete. A stream that waits for one does so though
+        nobody holds it any more. With ``timing`` the method ``elapsed_time(end)`` gives
+        milliseconds between two recorded events.
         """
         import torch
 

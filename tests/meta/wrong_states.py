@@ -4,12 +4,13 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from anychip.contract import Backend
+from anychip.dispatch import selection
 from tests.meta.honest import HonestBackend, HonestRows, Row, make_table, reference_rows
 from tests.meta.wrong import Wrong, wrong_arguments, wrong_gradients, wrong_row
 
@@ -45,6 +46,24 @@ def second_call(row: Row, x: Tensor, *rest: Any, **attrs: Attr) -> Any:
     if _kept["calls"] % 2 == 0 and y.numel():
         y.view(-1)[-1] = 0.0
     return y, total, rstd
+
+
+def _keep_a_room() -> None:
+    backend = cast("Backend", selection.current)
+    _kept.setdefault("rooms", []).append(backend.memory.allocate(1024))
+
+
+@wrong("a-workspace-for-each-call", "a leak", operator="rms_norm")
+def leaks(row: Row, *args: Any, **attrs: Attr) -> Any:
+    if not args[1].requires_grad:
+        _keep_a_room()
+    return row(*args, **attrs)
+
+
+@wrong_backward("a-workspace-for-each-gradient", "a leak", operator="silu")
+def gradient_leaks(row: Row, *args: Any, **attrs: Attr) -> Any:
+    _keep_a_room()
+    return row(*args, **attrs)
 
 
 class _OfMainThread(threading.local):

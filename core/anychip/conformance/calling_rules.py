@@ -215,6 +215,38 @@ def rule_two_threads(context: Context, of: Subject) -> None:
         same_answer(context, of, trial, found, alone, "while another thread calls it too")
 
 
+MANY_CALLS = 60
+LEAK = MANY_CALLS * 160
+"""Bytes: a host counts other work of the process as well, which comes and goes."""
+
+
+def check_no_leak(context: Context, call: Callable[[], object]) -> None:
+    """Many calls of one kind leave no more memory allocated than was before; or once of thrice."""
+    grown = list[int]()
+    while len(grown) < 3 and (not grown or grown[-1] > LEAK):
+        call()  # what is kept for all calls is there
+        context.backend.synchronize()
+        before = context.backend.memory.stats().allocated
+        for _ in range(MANY_CALLS):
+            call()
+        context.backend.synchronize()
+        grown.append(context.backend.memory.stats().allocated - before)
+    text = f"`allocated` grew by {grown} bytes, each time in {MANY_CALLS} calls of one kind"
+    check(grown[-1] <= LEAK, text)
+
+
+def counts_memory(of: Subject, context: Context) -> bool:
+    """Whether the backend says how much is allocated."""
+    return "memory_stats" in context.backend.capabilities
+
+
+def rule_leaks(context: Context, of: Subject) -> None:
+    """A call lets go of what it needs."""
+    trial = next(each_trial(context, of))
+    placed = trial.place(context)
+    check_no_leak(context, lambda: trial.run(placed))
+
+
 # Numbers that are copied
 
 
@@ -261,6 +293,7 @@ def rule_signed_zeros(context: Context, of: Subject) -> None:
 RULES = (
     Rule("guarded-results", rule_guarded_results, lambda of, _: of.returns),
     Rule("two-threads", rule_two_threads, of_no_type=True),
+    Rule("leaks", rule_leaks, counts_memory, of_no_type=True),
     Rule("signed-zeros", rule_signed_zeros, lambda of, _: of.operator.spec.name == "top_k"),
     Rule("copied-bits", rule_copied_bits, lambda of, _: of.operator.spec.name in _COPIES),
 )

@@ -182,9 +182,13 @@ def _filled(numel: int, dtype: torch.dtype, byte: int) -> Tensor:
 
 
 def place_packed(tensors: Sequence[Tensor], device: torch.device) -> list[Placed]:
-    """Places tensors that agree but for the last dim side by side, as parts of one."""
-    whole = place(torch.cat(list(tensors), -1), device)
-    parts = whole.tensor.split([tensor.shape[-1] for tensor in tensors], -1)
+    """Places tensors that agree but for the last dim side by side, as parts of one.
+
+    For every other shape the last is the first part.
+    """
+    turn = -1 if sum(tensors[0].shape) % 2 else 1
+    whole = place(torch.cat(list(tensors)[::turn], -1), device)
+    parts = whole.tensor.split([tensor.shape[-1] for tensor in tensors][::turn], -1)[::turn]
     return [Placed(tensor=part, buffer=whole.buffer, before=whole.before) for part in parts]
 
 

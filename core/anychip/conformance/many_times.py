@@ -10,19 +10,21 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from anychip.conformance.arithmetic import Rounded
-from anychip.conformance.calls import Arguments, Call, Draw
+from anychip.conformance.calls import Arguments, Call, Draw, tensors_of
 from anychip.conformance.case import Context
 from anychip.conformance.trial import Subject, Trial
 
 ELEMENTS = (1 << 20) + 1
 """So many the largest argument of a large call has, or more."""
+LISTS = ("adamw", "sgd", "lion", "clip", "unscale_and_check")
+"""Rules that do the same to each element of a list's tensors."""
 Along = int | None
 """The dim along which a tensor is repeated; None: it stays as it is."""
 
@@ -45,6 +47,11 @@ class Large(NamedTuple):
         """A tensor of the small call as the large one has it."""
         return tensor if along is None else torch.cat([tensor] * self.times, along)
 
+    def given(self, name: str, arg: Any) -> Any:
+        """The same of an argument, which may be a list."""
+        along = self.arguments.get(name)
+        return [self.of(t, along) for t in arg] if isinstance(arg, list) else self.of(arg, along)
+
     def compare(
         self, context: Context, name: str, got: Tensor, small: Tensor, want: Rounded, along: Along
     ) -> None:
@@ -62,21 +69,31 @@ class Large(NamedTuple):
 
 def large_calls(trial: Trial, context: Context) -> Iterator[Large]:
     """Large calls of a small one, by each way to cut its operator; at level quick by one."""
-    (args, attrs), signature = trial.arguments, trial.signature
-    sharding = trial.operator.spec.sharding
-    assert sharding is not None
-    ways = sharding.forward(*args, *(attrs[name] for name in signature.attr_names))
-    known = [(name, arg) for name, arg in zip(signature.positional, args, strict=True)]
-    for outputs, inputs in itertools.islice(ways, None if context.level == "full" else 1):
+    (args, attrs), names = trial.arguments, trial.signature.positional
+    known = dict(zip(names, args, strict=True))
+    for outputs, cut in itertools.islice(_ways(trial), None if context.level == "full" else 1):
+        largest = max(t.numel() for name in cut for t in tensors_of([known[name]]))
+        large = Large(trial.call, ELEMENTS // largest + 1, outputs, cut)
+        made = tuple(large.given(name, arg) for name, arg in known.items())
+        yield large._replace(call=replace(trial.call, make=partial(_given, (made, attrs))))
+
+
+def _ways(trial: Trial) -> Iterator[tuple[Sequence[Along], Mapping[str, int]]]:
+    """Along which dims outputs are repeated, and arguments by name."""
+    (args, attrs), signature, spec = trial.arguments, trial.signature, trial.operator.spec
+    known = list(zip(signature.positional, args, strict=True))
+    if spec.sharding is None:
+        written = [args[index] for index in trial.written if args[index] is not None]
+        outputs = [along for arg in written
+                   for along in ([0] * len(arg) if isinstance(arg, list) else [None])]  # fmt: skip
+        yield outputs, {name: 0 for name, arg in known if isinstance(arg, list) and arg}
+        return
+    for results, inputs in spec.sharding.forward(*args, *(attrs[n] for n in signature.attr_names)):
         places = iter(inputs)
         along = {name: next(places) for name, arg in known if isinstance(arg, Tensor)}
         cut = {name: dim for name, dim in along.items() if isinstance(dim, int)}
-        if "partial" in (*outputs, *along.values()) or not cut:
-            continue
-        times = ELEMENTS // max(arg.numel() for name, arg in known if name in cut) + 1
-        large = Large(trial.call, times, outputs, cut)  # type: ignore[arg-type]
-        made = tuple(large.of(arg, cut[name]) if name in cut else arg for name, arg in known)
-        yield large._replace(call=replace(trial.call, make=partial(_given, (made, attrs))))
+        if "partial" not in (*results, *along.values()) and cut:
+            yield cast("Sequence[Along]", results), cut
 
 
 def _given(arguments: Arguments, _: Draw) -> Arguments:
@@ -85,4 +102,10 @@ def _given(arguments: Arguments, _: Draw) -> Arguments:
 
 def can_repeat(of: Subject, _: Context) -> bool:
     """Whether an operator can be cut, and what it gives does not depend on where."""
-    return of.operator.spec.sharding is not None and not of.operator.spec.random
+    spec = of.operator.spec
+    return spec.name in LISTS or (spec.sharding is not None and not spec.random)
+
+
+def small_trial(of: Subject, context: Context) -> Trial:
+    """The call that is repeated; of lists one whose tensors all have dims and elements."""
+    return of.trial(of.oracle.plain[-1 if of.operator.spec.name in LISTS else 0], context)

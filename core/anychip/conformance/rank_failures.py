@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
+from anychip.conformance.case import expect_error
 from anychip.conformance.rank_questions import RankJob
-from anychip.contract import Communicator
+from anychip.contract import CommunicationError, Communicator
 
 
 def odd_one_out(world_size: int) -> int:
@@ -43,6 +44,10 @@ def ask_abort(job: RankJob, number: int) -> None:
             job.wait_for(word)
             time.sleep(0.1)
             comm.abort("on purpose, says the odd one out")
+            comm.abort("a second reason, of which nobody is told")
+            x, words = torch.zeros(3, device=job.backend.device()), ("says the odd one out",)
+            text = "all_reduce after abort()"
+            expect_error(CommunicationError, text, comm.all_reduce, x, mentions=words)
         else:
             work = comm.all_reduce(torch.zeros(48, device=job.backend.device()), async_op=True)
             job.say(word)

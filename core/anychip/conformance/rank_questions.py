@@ -215,7 +215,8 @@ def ways(
             name: values[(at + (turn >> 4 * place)) % len(values)]
             for place, ((name, values), at) in enumerate(zip(found.items(), row, strict=True))
         }
-        if chosen.get("cut") == "even":  # few of the sizes are, and it is what is called most
+        is_whole = "in_place" in chosen  # its parts make one tensor
+        if is_whole and chosen["cut"] == "even":  # few of the sizes are, and it is called most
             chosen["numel"] += -chosen["numel"] % comm.world_size
             chosen["cut"] = "near" if chosen["shift"] == 1 else "even"  # the same parts, but said
         elif chosen.get("cut") == "near":
@@ -436,7 +437,7 @@ def _between(at: Trial, way: Way, source: int, destination: int, number: int = 0
     if way.cut == "near":
         return at.input(place, way.numel // world, bits=way.is_rare)
     is_empty = (source + 2 * destination + number) % 4 == 3  # with more behind it
-    numel = 0 if is_empty else way.numel // (1 + source + 2 * destination)
+    numel = 0 if is_empty else way.numel // (1 + source + 2 * destination + number)
     return at.input(place, numel, bits=way.is_rare)
 
 

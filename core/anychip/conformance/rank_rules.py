@@ -26,7 +26,7 @@ from anychip.conformance.rank_questions import (
     verify,
 )
 from anychip.conformance.rank_trials import Trial, check_joined, digest, finish
-from anychip.contract import CommunicationError, Communicator, UnsupportedError
+from anychip.contract import CommunicationError, Communicator, Transfer, UnsupportedError
 
 LARGE = ((1 << 18, "even", torch.float32), (1_000_003, "near", torch.float32))
 """Elements, cut, type: pieces of a MiB that are full, and a prime, as gradients come."""
@@ -42,20 +42,26 @@ LATER_S = 0.02
 
 
 def ask_order(job: RankJob) -> None:
-    """Messages of one tag come in the order in which they were sent; those of another one not."""
+    """Messages of one tag come in the order in which they were sent; those of another one not.
+
+    They are sent one by one, or from every other rank in one call; the first ones are the longest.
+    """
     comm, device, world = job.communicator(), job.backend.device(), job.world_size
     tags = (3, 3, 3 + 2**15, 3, *(3 + 2**bits for bits in (2, 4, 5, 8)))
     for step in range(1, world):
         after, before = (comm.rank + step) % world, (comm.rank - step) % world
         sends = [Trial(comm, device, torch.float32, f"send {n}") for n in range(len(tags))]
-        sent = [
-            comm.send(trial.place(trial.input(comm.rank, 300)), after, tag=tag, async_op=True)
-            for trial, tag in zip(sends, tags, strict=True)
+        sizes = [300 - 20 * number for number in range(len(tags))]
+        messages = [
+            Transfer("send", trial.place(trial.input(comm.rank, size)), after, tag)
+            for trial, size, tag in zip(sends, sizes, tags, strict=True)
         ]
+        calls = [messages] if comm.rank % 2 else [[message] for message in messages]
+        sent = [comm.exchange(call, async_op=True) for call in calls]
         for number in (7, 5, 2, 0, 6, 1, 4, 3):
-            room = sends[number].place(300)
+            room = sends[number].place(sizes[number])
             comm.recv(room, before, tag=tags[number])
-            want = sends[number].input(before, 300)
+            want = sends[number].input(before, sizes[number])
             name = f"recv of message {number} from rank {before}, tag {tags[number]}"
             check_equal_bits(name, room.cpu(), want)
         for work in sent:
@@ -181,12 +187,16 @@ def ask_groups(job: RankJob) -> dict[str, str]:
     ways["turned"] = [world[::-1]]
     if job.world_size == 4:
         ways["crossed"] = [[3, 0], [2, 1]]
-    for name, groups in ways.items():
-        part = split(job.communicator(), groups, name)
+    for way, groups in ways.items():
+        part = split(job.communicator(), groups, "part")  # of one name, which is for messages alone
+        traffic = job.communicator().traffic
+        before = traffic.calls.copy(), traffic.nbytes.copy()
         for number, call in enumerate(PLANS):
-            share = (number, 12 if name == "whole" else 5)
+            share = (number, 12 if way == "whole" else 5)
             found = values(part, job.backend.device(), call, torch.float32, share=share)
-            same |= found["same"]
+            same |= {f"{way}: {label}": bits for label, bits in found["same"].items()}
+        is_apart = before == (traffic.calls, traffic.nbytes)
+        check(is_apart, f"calls of a group of {groups} are counted as the world's")
     if job.world_size == 2:
         _many_groups(job)
     return same | (_split_again(job) if job.world_size == 4 else {})
@@ -239,8 +249,10 @@ def mistakes(comm: Communicator, device: torch.device) -> None:
     """As :func:`ask_mistakes`, of any communicator."""
     world = comm.world_size
     x = torch.zeros(4 * world, device=device)
+    images = torch.zeros(2, 3, 4, 5, device=device).to(memory_format=torch.channels_last)
     calls: dict[str, Callable[[], Any]] = {
         "a tensor that is not contiguous": lambda: comm.all_reduce(x[::2]),
+        "a tensor with channels last": lambda: comm.broadcast(images, 0),
         "a reduction that does not exist": lambda: comm.all_reduce(x, "mean"),  # type: ignore[arg-type]
         "a rank beyond the last": lambda: comm.broadcast(x, world),
         "a negative rank": lambda: comm.broadcast(x, -1),
@@ -301,11 +313,12 @@ def ask_close(job: RankJob) -> None:
     What was called and waited for before has its result, though the device may not be done yet.
     """
     comm, device = job.communicator(), job.backend.device()
-    y = torch.ones(1 << 18, device=device)
+    y, part = torch.ones(1 << 18, device=device), job.group("again")
     comm.all_reduce(y)
     for _ in range(2):
         comm.close()
         check(comm.is_closed is True, f"is_closed after close(): {comm.is_closed!r}")
+        part.close()  # after the world, or again
     wrong = int((y.cpu() != job.world_size).sum())
     check(wrong == 0, f"{wrong} elements of an all_reduce just before close() are wrong")
     x = torch.ones(3, device=device)

@@ -155,6 +155,8 @@ def _make_rare(parts: list[Tensor], reduction: Reduction, first: int) -> None:
     limits: Any = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
     for rank, part in enumerate(parts):
         is_first, is_last = rank == 0, rank == world - 1
+        # Of a largest one it stands amid numbers, behind which nobody may begin anew.
+        has_nan = rank == world // 2 if reduction in ("max", "min") else is_last
         column = [part[(at - first) % 7 :: 7] for at in range(7)]
         if not dtype.is_floating_point:
             if reduction in ("max", "min"):
@@ -165,7 +167,7 @@ def _make_rare(parts: list[Tensor], reduction: Reduction, first: int) -> None:
         else:
             together = 0.75 * limits.max if reduction == "sum" else limits.max / 4 / world
             fills = {
-                0: float("nan") if is_last else None,
+                0: float("nan") if has_nan else None,
                 1: float("inf") if is_first else None,
                 2: -float("inf") if is_last else None,
                 3: float("inf") if is_first else -float("inf") if is_last else None,

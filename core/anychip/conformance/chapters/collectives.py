@@ -255,6 +255,8 @@ def abort(context: Context, *, world: World) -> None:
             "on purpose" in answers[rank].error,
             f"rank {rank}: the reason given to abort() expected, got {answers[rank].error}",
         )
+    odd = odd_one_out(world.size)
+    check(not answers[odd].kind, f"rank {odd}, which aborted: {answers[odd].error}")
 
 
 def death(context: Context, *, world: World) -> None:

@@ -4,6 +4,7 @@ Types, the range of indices, what is current in which thread, waiting, propertie
 work on every device, and that what is not declared says so. Graphs are in :mod:`.graphs`.
 """
 
+import contextvars
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -178,6 +179,10 @@ def current_device(context: Context) -> None:
             call()
             found = exactly(int, "current_device()", backend.current_device())
             check(found == index, f"set_device({index}), then {name}: current_device() is {found}")
+        # As a task does it: a thread has one current device, whatever its context is.
+        contextvars.copy_context().run(backend.set_device, every[0])
+        found = backend.current_device()
+        check(found == every[0], f"set_device({every[0]}) in a context, and after it: {found}")
     finally:
         backend.set_device(before)
 
@@ -370,6 +375,10 @@ INDEXED: dict[str, tuple[Callable[[Backend, Any], Any], str | None]] = {
     "current_stream": (lambda backend, index: backend.current_stream(index).device, "streams"),
     "memory.info": (lambda backend, index: backend.memory.info(index).total, None),
     "memory.allocate": (lambda backend, index: backend.memory.allocate(16, index).device, None),
+    "memory.allocate.nothing": (
+        lambda backend, index: backend.memory.allocate(0, index).device,
+        None,
+    ),
     "memory.stats": (lambda backend, index: backend.memory.stats(index) and None, "memory_stats"),
     "memory.reset_peak": (lambda backend, index: backend.memory.reset_peak(index), "memory_peak"),
 }

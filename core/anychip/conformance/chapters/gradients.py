@@ -133,6 +133,9 @@ def check_values(context: Context, of: Subject, *, call: Call) -> None:
     if may_vary(trial):
         again = backward(context, trial, placed, leaves, grads)
         check_same_bits(trial.gradient_names, again, found, ", asked for again")
+        turned = [g.mT.contiguous().mT if g.dim() > 1 else g for g in grads]
+        found = backward(context, trial, placed, leaves, turned)
+        compare(context, trial, of.oracle, grads, found, ", of transposed ones")
 
 
 def check_row(context: Context, of: Subject, row: designs.DesignedCall) -> None:
@@ -447,6 +450,14 @@ def check_norm(name: str, got: Tensor | None, want: Array, first_bound: Array) -
     )
 
 
+def rule_leaks(context: Context, of: Subject) -> None:
+    """A backward pass lets go of what it needs, and of what the forward pass has left it."""
+    trial = GradientTrial(of.operator, of.oracle.plain[0], of.dtype, context.seed)
+    placed, leaves = trial.start(context)
+    grads = trial.placed_gradients(context)
+    calling_rules.check_no_leak(context, lambda: backward(context, trial, placed, leaves, grads))
+
+
 def rule_many_times(context: Context, of: Subject) -> None:
     """Gradients of what a large call repeats are those of the small one."""
     trial = GradientTrial(of.operator, of.oracle.plain[0], of.dtype, context.seed)
@@ -476,6 +487,7 @@ def _twice(of: Subject, _: Context) -> bool:
 RULES = (
     Rule("loss-scale", rule_loss_scale, of_each_type=True),
     Rule("two-threads", rule_two_threads, of_no_type=True),
+    Rule("leaks", rule_leaks, calling_rules.counts_memory, of_no_type=True),
     Rule("one-output", rule_one_output, lambda of, _: of.operator.signature.num_outputs > 1),
     Rule("deferred", rule_deferred, lambda of, _: of.is_bitwise and of.operator.spec.deferrable),
     Rule("blocks", rule_blocks, _has_lse),

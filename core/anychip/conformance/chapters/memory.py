@@ -453,6 +453,10 @@ def pinned(context: Context) -> None:
         there = torch.empty(nbytes, dtype=torch.uint8, device=context.device)
         memory_copies.copy(context, there, tensor)
         check_pattern(nbytes, there)
+    part = context.backend.memory.pinned(4096)[64:].view(torch.float32).fill_(7.0)  # alone is held
+    others = [context.backend.memory.pinned(4096).fill_(0) for _ in range(8)]
+    check(bool((part == 7.0).all()), "memory of which a part is held was given out again")
+    del others
 
 
 def pinned_copies(context: Context) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from anychip import ops
 from anychip.conformance.case import Case, Context, check, check_equal_bits
-from anychip.conformance.races import READ, WRITES, Race
+from anychip.conformance.races import READ, WRITES, Race, race_size
 from anychip.conformance.surroundings import again, in_thread
 from anychip.contract import HOST
 
@@ -112,6 +112,77 @@ def deep(context: Context) -> None:
             race.x[-READ:].add_(1.0)
     wait_until(race.stream.query, "stream.query()")  # an event could be lost as well
     race.check(f"read behind {count} small writes", race.read(), 4.0 * race.want + count)
+
+
+def two_threads(context: Context) -> None:
+    """Two threads give one stream work at once: it has all of it to do, and the host waits."""
+    race, count = Race(context).start(), DEEP[context.level] // 5
+
+    def add(part: Tensor) -> None:
+        with race.backend.use_stream(race.stream):
+            for _ in range(count):
+                part.add_(1.0)
+
+    parts = race.x[-READ:].split(READ // 2)
+    threads = [threading.Thread(target=add, args=[part]) for part in parts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    race.stream.synchronize()
+    race.check(f"read behind {count} writes of each of two threads", race.read(), race.want + count)
+
+
+def in_turn(context: Context) -> None:
+    """Two streams that wait for each other in turn: for what was queued before, not for later."""
+    race = Race(context).start()
+    for _ in range(3):
+        race.reader.wait_stream(race.stream)
+        with race.backend.use_stream(race.reader):
+            race.x.mul_(2.0)
+        race.stream.wait_stream(race.reader)
+        with race.backend.use_stream(race.stream):
+            race.x.add_(1.0)
+    for stream in (race.stream, race.reader):
+        wait_until(stream.query, "stream.query() of two that wait for each other")
+    race.check("read behind two streams in turn", race.read(), 8.0 * race.want + 7.0)
+
+
+def many_streams(context: Context) -> None:
+    """synchronize() waits for every one of many streams: the first takes longest."""
+    race = Race(context)
+    others, rest = [race.backend.stream() for _ in range(70)], race.x[:70]
+    for stream in others:
+        with race.backend.use_stream(stream):
+            torch.ones(1, device=race.x.device)
+    race.start()
+    race.backend.synchronize()
+    race.check("read after synchronize() of 71 streams", race.read())
+    check(bool((rest == race.want).all()), "a write of the first of 71 streams is missing")
+
+
+def of_another_device(context: Context) -> None:
+    """A stream is of the device that it was made for, whichever one is current."""
+    backend, last = context.backend, context.backend.device_count() - 1
+    stream = backend.stream(last)
+    x = torch.zeros(race_size(context), device=backend.device(last))
+    backend.synchronize(last)
+    with backend.use_stream(stream):
+        for _ in range(WRITES):
+            x += 1.0
+    backend.synchronize(last)
+    want = torch.full((READ,), float(WRITES))
+    check_equal_bits(f"read after synchronize({last})", x[-READ:].cpu(), want)
+
+
+def large_reads(context: Context) -> None:
+    """The host that reads much waits for the current stream too."""
+    for name in ("host", "to", "numpy", "tolist"):
+        race = Race(context).start()
+        with race.backend.use_stream(race.stream):
+            found = HOST_READS[name](race.x[-(1 << 18) :])
+        wrong = int((torch.as_tensor(found) != race.want).sum())
+        check(wrong == 0, f"{name} of much: {wrong} of {len(found)} numbers are from before")
 
 
 def chain(context: Context) -> None:
@@ -496,6 +567,11 @@ QUESTIONS: dict[str, Callable[[Context], None]] = {
     "event.let_go": event_let_go,
     "deep": deep,
     "chain": chain,
+    "shared": two_threads,
+    "in_turn": in_turn,
+    "many": many_streams,
+    "of_device": of_another_device,
+    "read.large": large_reads,
     "operators": operator_on_stream,
     "operators.apart": operators_apart,
     "copy": partial(copy_on_stream, current=False),

@@ -86,24 +86,32 @@ def attend(
         delta = (dy * known).sum(-1, keepdims=True)
         # Stored before the scale or after it: where the type's numbers end, that is no matter of u.
         ds = (p * (dp - delta) * below).stored(q.format) * above
-        dk = matmul(ds.transpose(*_KEYS_LAST), own_q)
-        dv = matmul(kept.stored(q.format).transpose(*_KEYS_LAST), dy)
-        dq = matmul(ds, own_k).transpose(*_HEADS_FIRST)
-        return dq, _grouped(dk, groups, k.format), _grouped(dv, groups, v.format)
+        dk = _of_keys(ds, own_q, groups, k.format)
+        dv = _of_keys(kept.stored(q.format), dy, groups, v.format)
+        return matmul(ds, own_k).transpose(*_HEADS_FIRST), dk, dv
 
     return (y.transpose(*_HEADS_FIRST), lse[..., 0]), backward
 
 
-def _grouped(x: Rounded, groups: int, format: Format) -> Rounded:
-    """(B, H, S, D) to (B, S, Hk, D): the heads of a group share a key head, gradients add up.
+def _of_keys(weights: Rounded, rows: Rounded, groups: int, format: Format) -> Rounded:
+    """(B, H, Sq, Sk) and (B, H, Sq, D) to (B, S, Hk, D): gradients of what heads of a group share.
 
-    Each head's may be stored in the tensors' type before, as FlashAttention does it.
+    Each head's may be stored in the tensors' type before they add up, as FlashAttention does it; or
+    all queries of all heads make one sum.
     """
+    apart = matmul(weights.transpose(*_KEYS_LAST), rows)
     if groups == 1:
-        return x.transpose(*_HEADS_FIRST)
-    batch, heads, length, dim = x.shape
-    apart = x.stored(format).reshape(batch, heads // groups, groups, length, dim)
-    return apart.sum(2).transpose(*_HEADS_FIRST)
+        return apart.transpose(*_HEADS_FIRST)
+    batch, heads, length, dim = apart.shape
+    per_head = apart.stored(format).reshape(batch, heads // groups, groups, length, dim).sum(2)
+    together = (batch, heads // groups, groups * rows.shape[2])
+    folded = weights.reshape(*together, length).transpose(*_KEYS_LAST)
+    at_once = matmul(folded, rows.reshape(*together, dim))
+    either = Rounded(
+        per_head.value, np.maximum(per_head.worst, at_once.worst),
+        lambda: np.maximum(per_head.spread, at_once.spread),
+    )  # fmt: skip
+    return either.transpose(*_HEADS_FIRST)
 
 
 def format_of(q: Rounded, out_dtype: torch.dtype | None) -> Format:

@@ -343,8 +343,12 @@ def _attention_varlen(choose: Choices, draw: Draw) -> Arguments:
     return (*args, *ends), _score_attrs(choose)
 
 
-_PRODUCTS: Classes = {"of any sizes": ((),), "large": ((224, 208, 192), (131, 259, 257))}
-"""Large: of tiles and panels, of whole ones and not; over 2^23 products, once over 2^16 weights."""
+_PRODUCTS: Classes = {
+    "of any sizes": ((),),
+    "large": ((224, 208, 192), (131, 259, 257), (1161, 33, 264)),
+}
+"""Large: of tiles and panels, of whole ones and not; over 2^23 products, once over 2^16 weights,
+once of more than 8 tiles of rows."""
 
 
 def _product(choose: Choices, last: str, **options: bool) -> tuple[list[int], int, int]:

@@ -107,7 +107,11 @@ def _step(choose: Choices, draw: Draw, *, averages: int, **rule: Any) -> Argumen
         choose.values("params", draw, *s, dtype=own[i % len(own)], more=(), number=i)
         for i, s in enumerate(shapes)
     ]
-    grads = [choose.values("grads", draw, *s, more=(), number=i) for i, s in enumerate(shapes)]
+    mixed = choose.of("every second gradient in float32", False, True)
+    grads = [
+        choose.values("grads", draw, *s, dtype=wide if mixed and i % 2 else None, more=(), number=i)
+        for i, s in enumerate(shapes)
+    ]
     past = choose.of("moments", 0.1, 0.0, 1e-6)
     moments = [[draw.normal(*s, dtype=wide) * past for s in shapes] for _ in range(averages)]
     moments[1:] = [[m.square() for m in squares] for squares in moments[1:]]

@@ -130,10 +130,13 @@ _NORM_ENDS = (_SEQUENCE_FIRST,
               Point("far-from-0", _FAR, values.far_from_zero),
               large("300x260", {"rows": (300,), "width": 260}), many_rows(2),
               Point("eps:0", {"rows": (5,), "width": 64, "eps": 0.0}))  # fmt: skip
+_TWO_DIMS = large("70x75", {"rows": (70,), "width": 75})  # transposed by tiles
 _ELEMENTS = (
     _SEQUENCE_FIRST,
+    _TWO_DIMS,
     *telling("17 1025", *SHAPED),
     large("beyond-16-bits", {"rows": (), "width": BEYOND_16_BITS}),
+    _far("far", values.far_inputs),
 )
 _BY_FORM = tuple(
     point
@@ -160,6 +163,7 @@ _MANY = (
     large("many-tensors", _many(300), statistical=False),
     Point("1100-tensors", _many(1100), full=True, statistical=False),
 )
+_BEYOND_2P20 = large("2p20-elements", {"tensors": 1, "shapes": (((1 << 20) + 4099,),)})
 _STEPS = (
     Point("plain", _of_list(), telling=True),
     Point("scale-clip", _of_list(scale=512.0, clip=0.25, found_inf=0.0), telling=True),
@@ -171,6 +175,7 @@ _HEAD_LARGE = Point("tiles", {"rows": (70,), "inputs": 72, "classes": 130})
 _WITH_FORM = (
     *_BY_FORM,
     _SEQUENCE_FIRST,
+    _TWO_DIMS,
     large("beyond-16-bits", {"rows": (), "width": BEYOND_16_BITS, "approximate": "tanh"}),
 )
 _TO_FLOAT32: dict[str, Any] = {"given": WIDE, "end": ".to-float32"}
@@ -211,7 +216,7 @@ FIXED: Mapping[str, Points] = {
     "dropout": _ELEMENTS,
     "bias_dropout_add": _ELEMENTS,
     **dict.fromkeys(("silu", "relu", "relu2", "sigmoid", "tanh"), _ELEMENTS),
-    "swiglu": (*_ELEMENTS, _far("far", values.far_gates)),
+    "swiglu": (*_ELEMENTS, _far("far-gates", values.far_gates)),
     "gelu": _WITH_FORM,
     "bias_gelu": (*_WITH_FORM, _far("far", values.far_sums)),
     "geglu": (*_WITH_FORM, _far("far", values.far_gates)),
@@ -229,6 +234,7 @@ FIXED: Mapping[str, Points] = {
         changed("far.masked", {"rows": (), "queries": 9, "keys": 9, "mask": "whole"},
                 values.far_softmax),
         changed("far.scaled", {"queries": 9, "keys": 9, "scale": 3.0}, values.far_scaled),
+        Point("far.negative", {"queries": 9, "keys": 33, "scale": -1.0, "x": "huge"}),
         changed("far.causal", {"queries": 9, "keys": 9, "causal": True}, values.far_softmax),
         Point("vocabulary", {"queries": 3, "keys": VOCABULARY}, full=True),
         large("many-rows", {"rows": (), "queries": BEYOND_16_BITS, "keys": 2}, statistical=False),
@@ -251,6 +257,8 @@ FIXED: Mapping[str, Points] = {
         Point("4096of16", {"cross": True, "queries": 4096, "keys": 16, "causal": False}, full=True),
         large("many-batches", {"batch": 66_000, "queries": 1, "head_dim": 2}),
         Point("wide-head", {"queries": 5, "head_dim": 320}),
+        # A later part of a prompt: what a query sees ends within a tile.
+        Point("chunk", {"cross": True, "queries": 130, "keys": 163}),
     ),
     "attention_dropout": (
         *telling("1x17x2x2x16 1x65x1x3x40", "batch", "queries", *HEADS, given={"p": 0.1}),
@@ -264,7 +272,8 @@ FIXED: Mapping[str, Points] = {
                              "lengths of keys": (65, 7), "causal": False}, values.of_one_sign,
               telling=True),
         changed("far", {"lengths": (9, 3)}, values.far_scores),
-        Point("150-sequences", {"lengths": (1, 2, 0) * 50}),
+        Point("1100-sequences", {"lengths": (1, 0, 2) * 366}),
+        Point("16-heads-of-250-keys", {"lengths": (250, 5), "heads of a key head": 16}),
         Point("wide-head", {"head_dim": 320, "lengths": (5, 3)}),
         Point("130-heads", {"key heads": 130, "head_dim": 2, "lengths": (5, 3)}),
     ),
@@ -275,6 +284,10 @@ FIXED: Mapping[str, Points] = {
         *sized("130x136x132 5x257x1 3x259x5", *PRODUCT),
         Point("vocabulary", {"inputs": 6, "outputs": VOCABULARY}, full=True),
         large("many-rows", {"rows": (BEYOND_16_BITS,), "inputs": 2, "outputs": 2}, full=True),
+        large("many-batches", {"rows": (66_000, 1), "inputs": 2, "outputs": 3, "bias": "normal"}),
+        # One size alone is large, the others are what kernels have a case for.
+        large("many-outputs", {"rows": (2,), "inputs": 1, "outputs": BEYOND_16_BITS}),
+        large("many-inputs", {"rows": (1,), "inputs": BEYOND_16_BITS, "outputs": 2}),
     ),
     "grouped_linear": (
         *(Point(f"{label}{end}", {"lengths": lengths, "inputs": inputs, "outputs": outputs, **wide},
@@ -284,6 +297,8 @@ FIXED: Mapping[str, Points] = {
               ("600+1.24x10", (600, 1), 24, 10), ("32+32.512x64", (32, 32), 512, 64))
           for end, wide in (("", {}), (".to-float32", WIDE)) if inputs in (24, 1000) or not wide),
         Point("tiles", {"lengths": (70, 66), "rows of no group": 1, "inputs": 96, "outputs": 130}),
+        Point("empty-behind-large", {"lengths": (130, 0, 70, 0, 0), "inputs": 9, "outputs": 5},
+              telling=True),
         # More than a table of sizes in a kernel's constant memory has entries.
         Point("150-groups", {"lengths": (1, 0, 2) * 50}),
     ),
@@ -301,6 +316,9 @@ FIXED: Mapping[str, Points] = {
               ("3.3x65", 2, 3, 65, 3, 4, 1), ("1.17x9", 2, 17, 9, 1, 14, 0),
               ("3.128x4", 1, 128, 4, 3, 3, 1), ("aligned", 2, 64, 32, 3, 14, 1),
               ("tiles", 2, 40, 72, 3, 16, 1))),
+        Point("1x1-of-every-second", {"inputs of a group": 4, "outputs of a group": 5,
+                                      **dict.fromkeys(("stride height", "stride width"), 2),
+                                      **dict.fromkeys(("more height", "more width"), 8)}),
         Point("channels-last", {"batch": 40, "inputs of a group": 5, "outputs of a group": 3,
                                 "more height": 6, "more width": 7}, telling=True,
               layout="channels last"),
@@ -309,6 +327,8 @@ FIXED: Mapping[str, Points] = {
     "permute": (
         Point("40x24.8of64", {"tokens": 40, "width": 24, "choices": 8, "experts": 64},
               telling=True),
+        *(Point(f"none-of-{n}", {"tokens": 40, "experts": n, "experts chosen": "some of none"})
+          for n in (4, 16, 256)),
         large("many-tokens", {"tokens": BEYOND_16_BITS, "width": 1, "choices": 1, "experts": 3}),
     ),
     "unpermute": (
@@ -364,6 +384,8 @@ FIXED: Mapping[str, Points] = {
     "sums_of_squares": (
         Point("list", {"tensors": 4, "shapes": ((1030,), (7,), (2048,), (0,))}, telling=True),
         Point("4096", {"tensors": 1, "shapes": ((4096,),)}, telling=True),
+        changed("signalling-nan", {"tensors": 1, "shapes": ((17,),)}, values.signalling_nan),
+        changed("infinite.2p20-elements", _BEYOND_2P20.given, values.infinite_at_first),
         *_MANY,
     ),
     "clip": (Point("norm:3", _of_list(norm=3.0), telling=True), *_MANY),
@@ -406,6 +428,9 @@ FIXED: Mapping[str, Points] = {
         Point("33x40.int4", {"rows": (33,), "width": 40, "format": "int4", "block": 3},
               telling=True),
         large("beyond-16-bits", {"rows": (), "width": BEYOND_16_BITS}), *_LARGE_BLOCKS,
+        *(changed(f"far.{format}", {"rows": (4,), "width": 96, "format": format},
+                  values.tiny_scales)
+          for format in quantization.FORMATS if not format.startswith("mx_")),
     ),
     "hadamard": (
         changed("far", {"rows": (9,), "block": 6}, values.far_terms),

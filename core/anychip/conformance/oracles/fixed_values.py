@@ -52,6 +52,16 @@ def far_softmax(args: Args) -> None:
         args[1].fill_diagonal_(True)
 
 
+def far_inputs(args: Args) -> None:
+    """Numbers of both signs whose double, let alone whose square, float16 does not hold."""
+    args[0].copy_(torch.where(args[0] < 0.0, -4e4, 4e4))
+
+
+def tiny_scales(args: Args) -> None:
+    """Blocks that are nearly 0, as of an expert that nothing comes to, and large ones."""
+    args[1].mul_(torch.tensor([2.0**-80, 2.0**60, 2.0**-110]).repeat(len(args[1]))[: len(args[1])])
+
+
 def far_from_zero(args: Args) -> None:
     """A mean of many deviations: what is left of a difference of squares is nothing."""
     args[0].add_(300.0)
@@ -90,6 +100,17 @@ def far_octaves(args: Args) -> None:
 
 def infinite_before_empty(args: Args) -> None:
     """What is found in a tensor is not forgotten at the next one, which is empty."""
+    args[0][0][2] = math.inf
+
+
+def signalling_nan(args: Args) -> None:
+    """A NaN without the bit that makes it quiet, as broken memory has it, is a NaN."""
+    bits = args[0][0].view(torch.int32 if args[0][0].dtype == torch.float32 else torch.int16)
+    bits[2] = {torch.float32: 0x7F800001, torch.bfloat16: 0x7F81}.get(args[0][0].dtype, 0x7C01)
+
+
+def infinite_at_first(args: Args) -> None:
+    """What the first of several parts counts is not that of the last."""
     args[0][0][2] = math.inf
 
 

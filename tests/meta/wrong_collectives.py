@@ -509,3 +509,41 @@ def _(self: Any, right: Call, tensor: Tensor, *rest: Any, **named: Any) -> Any:
     right(tensor, *rest, **{**named, "async_op": False})
     tensor.copy_(torch.where((own == 0) & (tensor == 0), own, tensor))
     return DONE
+
+
+@wrong("one-group-of-a-name", "cache by a name", "split", "4/groups")
+def _(self: Any, right: Call, groups: Any, *, name: str) -> Communicator:
+    found: Communicator = vars(self).setdefault("named", {}).get(name) or right(groups, name=name)
+    self.named[name] = found
+    return found
+
+
+@wrong("counted-by-all-groups", "state of another", "split", "4/groups")
+def _(self: Any, right: Call, groups: Any, *, name: str) -> Communicator:
+    part: Communicator = right(groups, name=name)
+    part.traffic = self.traffic if part.world_size == self.world_size else part.traffic
+    return part
+
+
+@wrong("begins-anew-behind-nan", "Inf or NaN lost", "all_reduce", "3/all_reduce/fp32")
+def _(self: Any, right: Call, tensor: Tensor, reduction: Any = "sum", **named: Any) -> Any:
+    if reduction not in ("max", "min") or not tensor.is_floating_point() or self.world_size < 3:
+        return right(tensor, reduction, **named)
+    parts = tensor.new_empty(self.world_size * tensor.numel())
+    self.all_gather(parts, tensor)
+    total, *rest = parts.view(self.world_size, *tensor.shape)
+    for part in rest:
+        total = torch.where(total > part if reduction == "max" else total < part, total, part)
+    tensor.copy_(total)
+    return DONE
+
+
+@wrong("dense-is-contiguous", "missing check of an argument", "broadcast", "1/mistakes")
+def _(self: Any, right: Call, tensor: Tensor, *rest: Any, **named: Any) -> Any:
+    is_dense = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+    return right(tensor.permute(0, 2, 3, 1) if is_dense else tensor, *rest, **named)
+
+
+@wrong("smallest-message-first", "messages mixed up", "exchange", "2/order")
+def _(self: Any, right: Call, transfers: Sequence[Transfer], **named: Any) -> Any:
+    return right(sorted(transfers, key=lambda t: t.tensor.nbytes * (t.kind == "send")), **named)

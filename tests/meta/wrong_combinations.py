@@ -172,4 +172,55 @@ ARGUMENTS = (
         if x.dim() == 2 and len(x) >= 512 else y1),
     wrong_arguments("large-block-of-another-format", "two options at once", "quantize",
         y0=lambda y0, format, block: y0 * (1 - 2 * (format == "nf4" and block == 4096))),
+    wrong_arguments("a-thousand-columns-of-one-input", "a case of its own", "linear",
+        y=lambda y, weight: y.index_fill(-1, torch.arange(1024, len(weight)), 0.0)
+        if weight.shape[1] == 1 and len(weight) > 1 << 15 else y),
+    wrong_arguments("ninth-tile-of-rows", "the last of several tiles", "linear",
+        y=lambda y: y if y.dim() != 2 or len(y) <= 1024 or len(y) % 1024 == 0 or y.shape[1] < 256
+        else torch.cat((y[:1024], y[: len(y) - 1024]))),
+    wrong_gradients("empty-group-has-that-before", "workspace not cleared", "grouped_linear",
+        dtypes=frozenset({torch.bfloat16}), dweight=lambda dweight, offsets: dweight
+        if dweight is None or len(offsets) < 2 or int(offsets[0]) <= 64 else torch.cat((
+            dweight[:1], torch.where(offsets.diff().view(-1, 1, 1) == 0, dweight[:-1],
+                                     dweight[1:])))),
+    wrong_arguments("small-scales-are-none", "end of a range", "dequantize",
+        y=lambda y, scales, block, format: y if scales.dtype == torch.uint8 or not y.numel()
+        else y.view(-1).masked_fill(((scales > 0) & (scales < 1e-20)).repeat_interleave(block)
+                                    [: y.numel()], torch.nan).view(y.shape)),
+    wrong_arguments("mask-of-a-later-chunk", "two sizes at once", "attention",
+        y=lambda y, q, k, causal: y * 1.01 if causal and q.shape[1] >= 64
+        and (k.shape[1] - q.shape[1]) % 64 else y),
+    wrong_gradients("transposed-gradient-beyond-its-tiles", "the last of several tiles", "silu",
+        grad=lambda grad, x: grad if grad.dim() != 2 or grad.is_contiguous() or min(grad.shape) < 33
+        or not x.is_contiguous() or not len(grad) % 32
+        else torch.cat((grad[: len(grad) // 32 * 32], grad[-(len(grad) % 32) - 32 : -32]))),
+    wrong_arguments("halves-by-their-addresses", "arguments swapped", "swiglu",
+        y=lambda y, gate, up: y if gate.data_ptr() <= up.data_ptr()
+        or gate.untyped_storage().data_ptr() != up.untyped_storage().data_ptr()
+        else torch.nn.functional.silu(up.float()).mul(gate.float()).to(y.dtype)),
+    wrong_arguments("no-expert-is-the-first", "overflow of an index", "permute",
+        indices=lambda indices, num_experts, num_tokens: indices if num_tokens is not None
+        or num_experts < 4 or num_experts & (num_experts - 1)
+        else torch.where((indices < 0) | (indices >= num_experts), 0, indices)),
+    wrong_arguments("infinities-of-the-last-chunk", "the last of several chunks", "sums_of_squares",
+        tensors=lambda tensors: [
+            torch.cat((t.view(-1)[: 1 << 20].nan_to_num(posinf=0.0), t.view(-1)[1 << 20 :]))
+            if t.numel() > 1 << 20 else t for t in tensors]),
+    wrong_arguments("doubled-in-float16", "overflow of an intermediate", "relu2",
+        direction="backward", dtypes=HALF,
+        dx=lambda dx, x: torch.where((x + x).isinf() & x.isfinite(), torch.inf, dx)),
+    wrong_arguments("greatest-of-what-is-scaled", "overflow of an exponential", "softmax",
+        y=lambda y, x, scale, mask, bias, causal: y if scale >= 0 or mask is not None or causal
+        or bias is not None or not x.numel() else y.masked_fill(
+            (x.float().amax(-1, True) - x.float().amin(-1, True)) * -scale > 88.0, torch.nan)),
+    wrong_arguments("sequences-of-a-table", "a limit of a table", "attention_varlen",
+        y=lambda y, cu_seqlens_q: y if len(cu_seqlens_q) <= 1025 else y.index_fill(
+            0, torch.arange(int(cu_seqlens_q[1024]), len(y)), 0.0)),
+    wrong_gradients("what-a-stride-leaves-out", "two options at once", "conv2d",
+        dx=lambda dx, weight, stride: dx if dx is None or stride != [2, 2]
+        or weight.shape[2:] != (1, 1) else dx[:, :, ::2, ::2].repeat_interleave(2, 2)
+        .repeat_interleave(2, 3)[:, :, : dx.shape[2], : dx.shape[3]]),
+    wrong_arguments("decay-for-each-type-of-gradients", "two options at once", "sgd",
+        dtypes=frozenset({torch.bfloat16}), weight_decay=lambda weight_decay, grads, decoupled:
+        weight_decay * (len({g.dtype for g in grads}) if decoupled else 1)),
 )  # fmt: skip

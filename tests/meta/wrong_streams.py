@@ -215,6 +215,52 @@ def _stays_after_a_key_press(self: AsynchronousBackend, stream: Any) -> Any:
     self.thread.stream = before
 
 
+class ReadsMuchEarly(Reading):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.cpu and args[0].nbytes >= 1 << 20:
+            return func(*args)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+class CountsWithoutALock(Progress):
+    """Two threads that queue at once are counted once."""
+
+    def count_queued(self) -> None:
+        known = self.queued
+        time.sleep(0)
+        self.queued = known + 1
+
+    def wait(self) -> None:
+        with self.changed:
+            self.changed.wait_for(lambda: self.done >= self.queued)
+
+
+def _until_idle(stream: Stream, right: Call, other: Stream) -> None:
+    """Holds a stream until the other one has nothing left, also of what it is given later."""
+    stream.add(lambda: [time.sleep(1e-4) for _ in iter(other.progress.is_complete, True)])
+
+
+def _of_32(self: AsynchronousBackend, index: int | None = None) -> None:
+    """Which streams are busy stands in 32 bits."""
+    self.check_index(index)
+    for progress in {n % 32: p for n, (_, p) in enumerate(self.streams)}.values():
+        progress.wait()
+
+
+def _of_the_current(self: AsynchronousBackend, index: int | None = None) -> Any:
+    """A stream is entered under the device that is current."""
+    made = AsynchronousBackend.stream(self, index)
+    vars(self).setdefault("under", []).append((self.current_device(), made))
+    return made
+
+
+def _entered(self: AsynchronousBackend, index: int | None = None) -> None:
+    found = self.check_index(index)
+    for device, stream in vars(self).get("under", []):
+        if device == found:
+            stream.synchronize()
+
+
 class RecordsElsewhere(Event):
     """Records on the stream that was made last."""
 
@@ -380,6 +426,13 @@ CATALOGUE: tuple[Wrong, ...] = (
     wrong("work-out-of-order", "order within a stream lost", "order", stream_type=TwoLanes),
     wrong_method("operators-on-first-stream", "kernel on another stream", "operators",
                  Deferring, "defer", ours_at_once),
+    wrong("counted-without-a-lock", "two threads at once", "shared",
+          stream_type=type("Counted", (Stream,), {"progress_type": CountsWithoutALock})),
+    wrong_method("waits-until-idle", "late binding", "in_turn", Stream, "wait_stream", _until_idle),
+    wrong("busy-in-32-bits", "a limit of a table", "many", synchronize=_of_32),
+    wrong("streams-of-the-current-device", "an argument without effect", "of_device",
+          stream=_of_the_current, synchronize=_entered),
+    wrong("host-reads-much-early", "missing wait", "read.large", read_type=ReadsMuchEarly),
     wrong("parts-not-kept", "free while in use", "copy.kept", memory_type=PartsNotKept),
     wrong("wait-for-a-dropped-event", "missing wait", "event.let_go", event_type=SkippedIfDropped),
     wrong("masks-read-at-once", "missing wait", "read.nonzero.mask", mode_type=MasksAtOnce),

@@ -217,11 +217,14 @@ def rule_two_threads(context: Context, of: Subject) -> None:
 
 MANY_CALLS = 60
 LEAK = MANY_CALLS * 160
-"""Bytes: a host counts other work of the process as well, which comes and goes."""
+"""Bytes: blocks of a device are larger, and of the host's own work so much comes and goes."""
 
 
 def check_no_leak(context: Context, call: Callable[[], object]) -> None:
-    """Many calls of one kind leave no more memory allocated than was before; or once of thrice."""
+    """Many calls of one kind leave no more memory allocated than was before, in one of three tries.
+
+    On the host other work of the process is counted too.
+    """
     grown = list[int]()
     while len(grown) < 3 and (not grown or grown[-1] > LEAK):
         call()  # what is kept for all calls is there

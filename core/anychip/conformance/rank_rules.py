@@ -249,7 +249,7 @@ def mistakes(comm: Communicator, device: torch.device) -> None:
     """As :func:`ask_mistakes`, of any communicator."""
     world = comm.world_size
     x = torch.zeros(4 * world, device=device)
-    images = torch.zeros(2, 3, 4, 5, device=device).to(memory_format=torch.channels_last)
+    images = torch.zeros(2, 4, 5, 3, device=device).permute(0, 3, 1, 2)
     calls: dict[str, Callable[[], Any]] = {
         "a tensor that is not contiguous": lambda: comm.all_reduce(x[::2]),
         "a tensor with channels last": lambda: comm.broadcast(images, 0),

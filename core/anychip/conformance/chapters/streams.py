@@ -276,7 +276,8 @@ def copied_is_kept(context: Context) -> None:
     for start in (0, 64):  # of a part, too
         race = Race(context).start()
         target = torch.zeros(READ, device=context.device)
-        source = torch.full((start + READ,), 7.0, device=context.device)[start:]
+        source = torch.full((start + READ,), 7.0, device=context.device)
+        source = source[start:] if start else source
         race.stream.wait_stream(race.backend.current_stream())
         race.backend.memory.copy_async(target, source, race.stream)
         del source

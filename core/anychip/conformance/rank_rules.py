@@ -20,6 +20,7 @@ from anychip.conformance.rank_questions import (
     Way,
     attempt,
     check_counts,
+    counts,
     options,
     split,
     values,
@@ -168,7 +169,7 @@ def ask_early(job: RankJob, number: int, where: str = "world") -> None:
 def ask_barrier(job: RankJob, number: int, where: str = "world") -> None:
     """No rank leaves the barrier before all have come, whichever comes last; it is counted."""
     comm = job.group(where)
-    before = comm.traffic.calls.copy(), comm.traffic.nbytes.copy()
+    before = counts(comm)
     times = comm.world_size if comm.world_size > 1 else 0
     for late in range(times):
         word = f"barrier/{number}/{comm.ranks}/{late}"
@@ -189,14 +190,12 @@ def ask_groups(job: RankJob) -> dict[str, str]:
         ways["crossed"] = [[3, 0], [2, 1]]
     for way, groups in ways.items():
         part = split(job.communicator(), groups, "part")  # of one name, which is for messages alone
-        traffic = job.communicator().traffic
-        before = traffic.calls.copy(), traffic.nbytes.copy()
+        before = counts(job.communicator())
         for number, call in enumerate(PLANS):
             share = (number, 12 if way == "whole" else 5)
             found = values(part, job.backend.device(), call, torch.float32, share=share)
             same |= {f"{way}: {label}": bits for label, bits in found["same"].items()}
-        is_apart = before == (traffic.calls, traffic.nbytes)
-        check(is_apart, f"calls of a group of {groups} are counted as the world's")
+        check_counts(f"the world, after calls of {groups}", job.communicator(), before, {})
     if job.world_size == 2:
         _many_groups(job)
     return same | (_split_again(job) if job.world_size == 4 else {})

@@ -163,7 +163,10 @@ class DeviceInterface:
         return stream
 
     def use_stream(self, stream: torch.Stream) -> AbstractContextManager[Any]:
-        """Context in which ``stream`` is the thread's current stream; left however it ends."""
+        """Context in which ``stream`` is the calling thread's current stream.
+
+        However the block ends, the stream before it is current again.
+        """
         self.require("streams", "use_stream()")
         context: AbstractContextManager[Any] = self.device_module().stream(stream)
         return context

@@ -45,13 +45,8 @@ template <class T, class Unscale>
 ANYCHIP_INLINE bool unscale_and_check_elements(T* x, int64_t n, const Unscale& unscale) {
   F32 zero{};
   for_each_vector(0, n, [&](int64_t i, auto lanes) {
-    const F32 value = unscale(load(x + i, lanes));
-    store(x + i, value, lanes);
-    if constexpr (sizeof(T) == sizeof(float)) {
-      zero = zero + replace_rest(value, lanes, 0.0f) * 0.0f;
-    } else {
-      zero = zero + load(x + i, lanes) * 0.0f;
-    }
+    store(x + i, unscale(load(x + i, lanes)), lanes);
+    zero = zero + load(x + i, lanes) * 0.0f;
   });
   return sum_lanes(zero) == 0.0f;
 }

@@ -151,14 +151,13 @@ def in_turn(context: Context) -> None:
 def many_streams(context: Context) -> None:
     """synchronize() waits for every one of many streams: the first takes longest."""
     race = Race(context)
-    others, rest = [race.backend.stream() for _ in range(70)], race.x[:70]
+    others = [race.backend.stream() for _ in range(70)]
     for stream in others:
         with race.backend.use_stream(stream):
             torch.ones(1, device=race.x.device)
     race.start()
     race.backend.synchronize()
     race.check("read after synchronize() of 71 streams", race.read())
-    check(bool((rest == race.want).all()), "a write of the first of 71 streams is missing")
 
 
 def of_another_device(context: Context) -> None:

@@ -179,17 +179,18 @@ def _broadcast(choose: Choices, factor: str, shape: list[int]) -> list[int] | No
 
 
 def _visible(choose: Choices, draw: Draw, factor: str, shape: Sequence[int]) -> Tensor:
-    """Keys at random; or all but a run of them, as padding and windows hide, in each row another:
-    whole tiles of a kernel have none.
+    """Which keys are seen: any, or all but a run of them, in each row another.
+
+    So do padding and windows hide them, and a kernel meets tiles without a visible key.
     """
     kind = choose.of(factor, "some", "the first", "the last", "all but a run")
     if kind == "some":
         return draw.uniform(*shape) < 0.7
     keys = shape[-1]
-    key, end = torch.arange(keys), (draw.uniform(*shape[:-1], 1) * keys).long()
+    key, edge = torch.arange(keys), (draw.uniform(*shape[:-1], 1) * keys).long()
     if kind == "the last":
-        return key <= end
-    return (key >= end) & ((key <= end + keys // 8) | torch.tensor(kind == "the first"))
+        return key <= edge
+    return (key >= edge) & (key <= edge + (keys if kind == "the first" else keys // 8))
 
 
 def _softmax(choose: Choices, draw: Draw) -> Arguments:
@@ -203,8 +204,7 @@ def _softmax(choose: Choices, draw: Draw) -> Arguments:
     bias = None
     if of_bias:
         bias = draw.normal(*of_bias, dtype=_wide(choose, draw, "wide bias"))
-        hides = choose.of("bias is -inf", False, True, can=(True, bool(bias.dim())))
-        if hides:
+        if choose.of("bias is -inf", False, True):
             bias.masked_fill_(~_visible(choose, draw, "bias hides", of_bias), -math.inf)
     scales = (1.0,), (0.125, 0.5, 0.01, 0.1, 0.03), (2.0, 1.5, 10.0, 3.0), (-0.5, -1.0), (0.0,)
     scale = choose.number("scale", *scales)

@@ -163,7 +163,6 @@ _MANY = (
     large("many-tensors", _many(300), statistical=False),
     Point("1100-tensors", _many(1100), full=True, statistical=False),
 )
-_BEYOND_2P20 = large("2p20-elements", {"tensors": 1, "shapes": (((1 << 20) + 4099,),)})
 _STEPS = (
     Point("plain", _of_list(), telling=True),
     Point("scale-clip", _of_list(scale=512.0, clip=0.25, found_inf=0.0), telling=True),
@@ -184,11 +183,13 @@ _OPTIONS = Point(
 )
 _NONE: dict[str, Any] = {"given": {"reduction": "none"}, "end": ".none"}
 
-# Blocks that kernels are made for, of every format, each of which may have a kernel of its own.
+# Each may have a kernel of its own; of the others a block is always 32, and a scale a power of two.
+_FORMATS = [format for format in quantization.FORMATS if not format.startswith("mx_")]
+# Blocks that kernels are made for.
 _LARGE_BLOCKS = tuple(
     Point(f"{block}.{format}", {"rows": (2,), "width": 4099, "format": format, "block": block},
           full_in_16_bits=True)
-    for format in quantization.FORMATS if not format.startswith("mx_")
+    for format in _FORMATS
     for block in (512, 1024, 2048, 4096)
 )  # fmt: skip
 
@@ -385,14 +386,15 @@ FIXED: Mapping[str, Points] = {
         Point("list", {"tensors": 4, "shapes": ((1030,), (7,), (2048,), (0,))}, telling=True),
         Point("4096", {"tensors": 1, "shapes": ((4096,),)}, telling=True),
         changed("signalling-nan", {"tensors": 1, "shapes": ((17,),)}, values.signalling_nan),
-        changed("infinite.2p20-elements", _BEYOND_2P20.given, values.infinite_at_first),
+        changed("infinite.2p20-elements", {"tensors": 1, "shapes": (((1 << 20) + 4099,),)},
+                values.infinite_at_first),
         *_MANY,
     ),
     "clip": (Point("norm:3", _of_list(norm=3.0), telling=True), *_MANY),
     "unscale_and_check": (
         Point("scale:3", _of_list(scale=3.0), telling=True), *_MANY,
         changed("infinite-before-empty", {"tensors": 3, "shapes": ((5,), (0, 3), (3,))},
-                values.infinite_before_empty),
+                values.infinite_at_first),
     ),
     "adamw": (*_STEPS, _LATE, Point("eps:0", _of_list(eps=0.0, beta1=0.5, beta2=0.0))),
     "adamw_8bit": (
@@ -430,7 +432,7 @@ FIXED: Mapping[str, Points] = {
         large("beyond-16-bits", {"rows": (), "width": BEYOND_16_BITS}), *_LARGE_BLOCKS,
         *(changed(f"far.{format}", {"rows": (4,), "width": 96, "format": format},
                   values.tiny_scales)
-          for format in quantization.FORMATS if not format.startswith("mx_")),
+          for format in _FORMATS),
     ),
     "hadamard": (
         changed("far", {"rows": (9,), "block": 6}, values.far_terms),

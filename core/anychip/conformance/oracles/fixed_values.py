@@ -98,8 +98,8 @@ def far_octaves(args: Args) -> None:
     grad[1] = 0.0
 
 
-def infinite_before_empty(args: Args) -> None:
-    """What is found in a tensor is not forgotten at the next one, which is empty."""
+def infinite_at_first(args: Args) -> None:
+    """What is found early is not forgotten at the next tensor, an empty one, or the next part."""
     args[0][0][2] = math.inf
 
 
@@ -107,11 +107,6 @@ def signalling_nan(args: Args) -> None:
     """A NaN without the bit that makes it quiet, as broken memory has it, is a NaN."""
     bits = args[0][0].view(torch.int32 if args[0][0].dtype == torch.float32 else torch.int16)
     bits[2] = {torch.float32: 0x7F800001, torch.bfloat16: 0x7F81}.get(args[0][0].dtype, 0x7C01)
-
-
-def infinite_at_first(args: Args) -> None:
-    """What the first of several parts counts is not that of the last."""
-    args[0][0][2] = math.inf
 
 
 def no_gradients(args: Args) -> None:

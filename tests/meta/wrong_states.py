@@ -55,8 +55,7 @@ def _keep_a_room() -> None:
 
 @wrong("a-workspace-for-each-call", "a leak", operator="rms_norm")
 def leaks(row: Row, *args: Any, **attrs: Attr) -> Any:
-    if not args[1].requires_grad:
-        _keep_a_room()
+    _keep_a_room()
     return row(*args, **attrs)
 
 

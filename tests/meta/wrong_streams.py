@@ -486,7 +486,8 @@ CATALOGUE: tuple[Wrong, ...] = (
           event=lambda _, timing=False: NeverHolds() if timing else Event()),
     wrong("synchronize-of-an-index-is-nothing", "a quiet no-op", "synchronize.index",
           synchronize=_all_but_a_named_one),
-    wrong("streams-from-a-pool-of-four", "output that is not fresh", "apart", stream=_pool_of_four),
+    wrong("streams-from-a-pool-of-four", "output that is not fresh", "first-calls",
+          chapter="device", stream=_pool_of_four),
     # The host does not wait where it reads by one method.
     *(
         wrong_method(f"host-reads-early-by-{method.__name__}", "missing wait", f"read.{question}",

@@ -3,7 +3,7 @@
 Most failures need one or two conditions to meet (Kuhn, Wallace and Gallo 2004, "Software Fault
 Interactions and Implications for Software Testing", IEEE TSE 30(6)): an array of strength 2 has
 every pair of levels of every two factors in some row, one of strength 3 every triple. Rows are made
-one after the other, first the simplest one and those that differ from it in one level, then each
+one after the other, first the simplest one and those that differ from it in a few levels, then each
 around a combination that is still missing, with the levels that bring the most other missing ones
 (AETG: Cohen, Dalal, Fredman and Patton 1997, IEEE TSE 23(7)). It ends when nothing is missing,
 which is the proof: what is missing is counted, not assumed.
@@ -40,6 +40,9 @@ IN_VAIN = 2
 and none could, is kept apart but for its own row."""
 PERSISTENT = 4
 """So many rows are made for a combination of which any two levels have been seen to go together."""
+FEW = 3
+"""In so many levels the next rows differ from the simplest one: little else is the cause of what
+they show, or hides it."""
 SPARING = 3
 """A level to be had sparingly brings so many more combinations than the first, or is needed."""
 
@@ -76,10 +79,13 @@ class CoveringArray:
         self._drawn: list[float] = []
         """Of each level that none could have: how many rows that were not to be simple asked for
         its factor; of others minus infinity."""
-        self._alone: list[tuple[int, ...]] = [()] * FIRST
-        """The starts of the first rows: nothing, and each level that is not its factor's first."""
+        self._plain, self._alone = FIRST, list[int]()
+        """How many rows more are the simplest one; and the levels, none of them its factor's first,
+        that no row was made for yet."""
         self._start: tuple[int, ...] = ()
         """What the row is made around, as places."""
+        self._is_first = True
+        """Whether it is one of the simplest rows, or differs from them in a few levels."""
         self._simple, self._simple_throughout = True, True
         """Whether all else in it is simplest; and whether it is so once the start is there too."""
         self._tried: Counter[tuple[int, ...]] = Counter()
@@ -93,17 +99,17 @@ class CoveringArray:
     def begin(self) -> bool:
         """Starts a row, unless nothing is missing any more."""
         self.row, self.places, self._fixed, self._cannot = {}, {}, [], 0
-        start = self._alone[0] if self._alone else self._some()
+        self._is_first = bool(self._plain or self._alone)
+        start = self._next_few() if self._is_first else self._some()
         while dead := [place for place in start or () if self._drawn[place] >= DRAWN]:
             self._leave_out(tuple(dead[:1]))
-            start = self._some()
+            start, self._is_first = self._some(), False
         if start is None:
             return False
         pairs = [(a, b) for a, b in itertools.combinations(start, 2) if self._apart(a) >> b & 1]
-        self._simple = bool(self._alone or pairs) or start in self._tried
+        self._simple = bool(self._is_first or pairs) or start in self._tried
         self._start = (*pairs, start)[0]
-        self._simple_throughout = bool(self._alone) or self._tried[self._start] >= IN_VAIN
-        self._alone = self._alone[1:]
+        self._simple_throughout = self._is_first or self._tried[self._start] >= IN_VAIN
         self._kept = 0
         for place in self._start:
             self._kept |= self._apart(place)
@@ -148,7 +154,7 @@ class CoveringArray:
         start, lacks = self._start, not set(self._start) <= set(had.values())
         if len(start) == self.strength:
             lacks = bool(self._missing.get(start[:-1], 0) >> start[-1] & 1)
-        if lacks and len(start) >= min(self.strength, 2):
+        if lacks and not self._is_first:
             self._tried[start] += 1
             can_be = all(self._could[a] >> b & 1 for a, b in itertools.combinations(start, 2))
             if self._simple and (not can_be or self._tried[start] == PERSISTENT):
@@ -177,7 +183,7 @@ class CoveringArray:
         """Another factor, all of whose combinations are missing."""
         block = range(len(self._drawn), len(self._drawn) + count)
         self.factors[factor], self._every = block, self._every | _of(block)
-        self._alone += [(place,) for place in block[1:]]
+        self._alone += block[1:]
         for known in self._had, self._could, self._once, self._vain:
             known += [0] * count
         self._drawn += [0] * count
@@ -187,6 +193,20 @@ class CoveringArray:
             more = self._every & ~sum(map(_of, blocks)) if is_new else _of(block)
             for places in itertools.product(*blocks):
                 self._missing[places] = self._missing.get(places, 0) | more
+
+    def _next_few(self) -> tuple[int, ...]:
+        """The levels in which the next row differs from the simplest one."""
+        if self._plain:
+            self._plain -= 1
+            return ()
+        found, avoided = list[int](), 0
+        for place in self._alone:
+            if not found or (len(found) < FEW and not (avoided | self._hides) >> place & 1):
+                found.append(place)
+                avoided |= next(_of(f) for f in self.factors.values() if place in f)
+                avoided |= self._every if self._hides >> place & 1 else self._apart(place)
+        self._alone = [place for place in self._alone if place not in found]
+        return tuple(found)
 
     def _some(self) -> tuple[int, ...] | None:
         """One of the missing combinations, as places."""

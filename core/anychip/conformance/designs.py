@@ -24,13 +24,14 @@ from anychip.conformance.calls import (
     Call,
     Draw,
     Layout,
+    Layouts,
     PlacedCall,
     stream,
     tensors_of,
 )
 from anychip.conformance.case import Case, CheckFailedError, Context
 from anychip.conformance.choices import ENDS, NOT_FINITE, Choices
-from anychip.conformance.covering import Coverage, CoveringArray
+from anychip.conformance.covering import FEW, Coverage, CoveringArray
 from anychip.conformance.formats import FORMATS
 from anychip.conformance.oracles import oracle_of
 from anychip.conformance.oracles.drawn import drawn_of
@@ -186,18 +187,38 @@ class Asked(NamedTuple):
         return choose.chosen, self.row(choose, seed)
 
     def rows(
-        self, array: CoveringArray, seed: int
+        self, array: CoveringArray, seed: int, context: Context | None = None
     ) -> Iterator[tuple[DesignRow, Mapping[str, object], DesignedCall]]:
         """The calls that it takes for an array to have all combinations of levels.
 
-        What a call really has is noted: who is not asked for a level, or cannot have it, has not.
+        What a call really has is noted: who is not asked for a level, or cannot have it, has not;
+        and with a context, what serves it.
         """
         point = partial(Choices, of_gradients=self.of_gradients, choose=array.level)
         for number in itertools.takewhile(lambda _: array.begin(), itertools.count()):
             choose = point(array.row, number, array.places)
             row = self.row(choose, seed)
+            if context is not None:
+                self._notice(array, context, row)
             if array.end(choose.refused, choose.hiding):
                 yield DesignRow(array.row, number, array.places), choose.chosen, row
+
+    def _notice(self, array: CoveringArray, context: Context, row: DesignedCall) -> None:
+        """A tensor that lies so that something else serves a call hides what others do."""
+        apart = [factor for factor, level in array.row.items() if level]
+        layout = cast("Mapping[str, Layout]", row.call.layout)
+        lying = {f: name for f in apart if (name := f.removesuffix(LIES)) != f and name in layout}
+        if not lying or len(apart) > FEW:
+            return
+
+        def served(layout: Layouts) -> str | None:
+            trial = self.of(row).trial(replace(row.call, layout=layout), context)
+            return trial.served_by(trial.place(context))
+
+        plain = served("contiguous")
+        for factor, name in lying.items():
+            if served({name: layout[name]}) != plain:
+                array.hide(factor)
 
 
 _ASKED: Mapping[str, Callable[[int, tuple[str, ...]], tuple[str, ...]]] = {
@@ -302,10 +323,9 @@ def ask(context: Context, asked: Asked) -> None:
         kept[:] = _largest([*kept, *context.measurements])
         return None
 
-    for point in asked.rows(array, context.seed):
+    for point in asked.rows(array, context.seed, context):
         count += 1
         failed += filter(None, [tried(*point)])
-        _notice(array, point[0].levels, context, asked, point[2])
         if len(failed) == FAILURES:
             break
     if failed:
@@ -324,20 +344,6 @@ def ask(context: Context, asked: Asked) -> None:
         strength=strength,
         asked=tuple(tuple(round(part, 4) for part in row) for row in array.asked()),
     )
-
-
-def _notice(
-    array: CoveringArray, levels: Mapping[str, int], context: Context, asked: Asked,
-    row: DesignedCall,
-) -> None:  # fmt: skip
-    """A tensor that lies so that something else serves a call hides what others do."""
-    apart = [factor for factor, level in levels.items() if level]
-    if len(apart) != 1 or not apart[0].endswith(LIES):
-        return
-    served = context.told(context.served_by)
-    plain = asked.of(row).trial(replace(row.call, layout="contiguous"), context)
-    if served != plain.served_by(plain.place(context)):
-        array.hide(*apart)
 
 
 def _from(context: Context, caller: str, check: Callable[[], None]) -> None:

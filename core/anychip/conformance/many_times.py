@@ -67,13 +67,13 @@ class Large(NamedTuple):
         context.compare(f"{name}, many times over", got, want, statistical=False)
 
 
-def large_calls(trial: Trial, context: Context) -> Iterator[Large]:
+def large_calls(trial: Trial, context: Context, elements: int = ELEMENTS) -> Iterator[Large]:
     """Large calls of a small one, by each way to cut its operator; at level quick by one."""
     (args, attrs), names = trial.arguments, trial.signature.positional
     known = dict(zip(names, args, strict=True))
     for outputs, cut in itertools.islice(_ways(trial), None if context.level == "full" else 1):
         largest = max(t.numel() for name in cut for t in tensors_of([known[name]]))
-        large = Large(trial.call, ELEMENTS // largest + 1, outputs, cut)
+        large = Large(trial.call, -(-elements // largest), outputs, cut)
         made = tuple(large.given(name, arg) for name, arg in known.items())
         yield large._replace(call=replace(trial.call, make=partial(_given, (made, attrs))))
 

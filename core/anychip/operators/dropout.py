@@ -25,6 +25,8 @@ def _dropped(
     x: Tensor, rng: Tensor, rows: Tensor | None, p: float, width: int, column: int
 ) -> Tensor:
     """Dropout of x in float32."""
+    if x.is_meta:  # whose ``where`` imports a compiler, in a first training step
+        return torch.empty_like(x, dtype=torch.float32)
     if rows is None:
         words = philox.words(rng, x.numel()).reshape(x.shape)
     else:

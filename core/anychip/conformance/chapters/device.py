@@ -69,7 +69,8 @@ def cases(context: Context) -> Iterator[Case]:
 
 
 def of_methods() -> Iterator[Case]:
-    """What is asked about one method after the other."""
+    """What is asked about one method after the other, and of some about the first calls of all."""
+    yield Case(id="device/first-calls", run=first_calls, capability="streams")
     for name, run in PLAIN.items():
         yield Case(id=f"device/{name}", run=run)
     for method, (call, capability) in INDEXED.items():
@@ -225,6 +226,27 @@ def any_thread(context: Context) -> None:
 
     there, here = in_thread(answers), answers()
     check(there == here, f"{here} expected in a new thread, got {there}")
+
+
+def first_calls(context: Context) -> None:
+    """New events are as many, and once the device was waited for nothing is left to do before one;
+    new streams are as many, and none is the current one.
+    """
+    backend, times = context.backend, range(16)
+    events = [backend.event() for _ in times]
+    check(len({id(event) for event in events}) == len(times), "two calls of event() gave one event")
+    x = torch.zeros(1 << 16, device=context.device)
+    for number, event in enumerate(events):
+        for _ in times:
+            x += 1.0
+        event.record(backend.current_stream())
+        backend.synchronize()
+        check(event.query() is True, f"call {number + 1} of synchronize() came back too soon")
+    made = [backend.stream() for _ in range(8)]
+    for place, stream in enumerate(made):
+        check(stream == stream, "a stream is not equal to itself")
+        check(stream not in made[:place], f"two of {len(made)} calls of stream() gave one stream")
+    check(backend.current_stream() not in made, "stream() gave the current stream")
 
 
 def synchronize(context: Context) -> None:

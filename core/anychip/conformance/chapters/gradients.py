@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anychip.conformance import blocks, calling_rules, designs
+from anychip.conformance import blocks, calling_rules, designs, first_calls
 from anychip.conformance.arithmetic import UNIT, Rounded
 from anychip.conformance.calling_rules import alike
 from anychip.conformance.calls import READ_ONLY_LAYOUTS, Call, Layout, PlacedCall, place, stream
@@ -101,6 +101,7 @@ class GradientTrial(Trial):
 
 def cases(context: Context) -> Iterator[Case]:
     """Per differentiable operator a design, and by dtype a case per call, and one per rule."""
+    yield from first_calls.cases("gradients", context, GradientTrial, run_again, judge)
     yield from designs.cases("gradients", context, check_row)
     for name, operator in registered().items():
         if not operator.spec.differentiable:
@@ -138,6 +139,18 @@ def check_values(context: Context, of: Subject, *, call: Call) -> None:
         compare(context, trial, of.oracle, grads, found, ", of transposed ones")
 
 
+def run_again(context: Context, trial: GradientTrial) -> list[Tensor]:
+    """Gradients of a call, and copies of them that were made at once."""
+    found = backward(context, trial, *trial.start(context), trial.output_gradients())
+    return [*found, *(grad.clone() for grad in found)]
+
+
+def judge(context: Context, of: Subject, trial: GradientTrial, found: Sequence[Tensor]) -> None:
+    """found: the gradients of :func:`run_again`."""
+    grads = found[: len(trial.leaf_names)]
+    compare(context, trial, of.oracle, trial.output_gradients(), grads)
+
+
 def check_row(context: Context, of: Subject, row: designs.DesignedCall) -> None:
     """The gradients that are asked for, of an output's gradient that lies somewhere.
 
@@ -157,19 +170,20 @@ def check_row(context: Context, of: Subject, row: designs.DesignedCall) -> None:
     leaves = trial.leaves(placed, names)
     run_other = other_gradients(context, placed, row, trial, names)
     with designs.stream_of(context, row.caller):
-        if row.between == "in the same memory":
-            run_other()  # before too: what it leaves behind would show in what is compared
+        # Before too: what it leaves behind would show in what is compared.
+        before = run_other() if row.between == "in the same memory" else ()
         outputs = trial.run(placed)
         kept = [y.detach().clone() for y in outputs]
         found = torch.autograd.grad(outputs, leaves, given, retain_graph=True)
         kept += [grad.clone() for grad in found]
-        run_other()
+        others = [grad.clone() for grad in run_other()]
         left = [y.detach().clone() for y in (*outputs, *found)]
         outputs_again = row.again(partial(trial.run, placed))
         kept += [y.detach().clone() for y in outputs_again]
         graph = outputs if row.between == "nothing" else outputs_again
         again = row.again(partial(torch.autograd.grad, graph, leaves, given))
         left += [y.detach().clone() for y in outputs_again]
+        others_again = before or run_other()
     compare(context, trial, of.oracle, grads, found, names=names)
     placed.check_apart(names, found)
     trial.check_untouched(placed)
@@ -178,6 +192,8 @@ def check_row(context: Context, of: Subject, row: designs.DesignedCall) -> None:
     check_same_bits([*labels, *names, *repeated], left, kept, ", after another call")
     if of.is_bitwise:
         check_same_bits(names, again, found, ", asked for again")
+        if others:
+            check_same_bits(names, others_again, others, ", of another call, made again")
     else:
         compare(context, trial, of.oracle, grads, again, ", asked for again", names)
 
@@ -188,14 +204,14 @@ def other_gradients(
     row: designs.DesignedCall,
     trial: GradientTrial,
     names: Sequence[str],
-) -> Callable[[], object]:
+) -> Callable[[], Sequence[Tensor]]:
     """Makes the same call with other numbers, if there is to be one, and its backward pass."""
     other = designs.with_other_numbers(trial, context, row)
     if other is None:
-        return lambda: None
+        return tuple
     given = [(g * 0.5).to(context.device) for g in other.output_gradients()]
 
-    def gradients(placed: PlacedCall) -> object:
+    def gradients(placed: PlacedCall) -> Sequence[Tensor]:
         leaves = other.leaves(placed, names)
         return torch.autograd.grad(other.run(placed), leaves, given)
 

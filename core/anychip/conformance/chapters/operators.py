@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import anychip.ops  # noqa: F401 - defines our operators
-from anychip.conformance import calling_rules, designs, index_rules
+from anychip.conformance import calling_rules, designs, first_calls, index_rules
 from anychip.conformance.arithmetic import Rounded
 from anychip.conformance.calls import Call, PlacedCall
 from anychip.conformance.case import Case, Context, check, check_same_bits
@@ -24,7 +24,8 @@ from anychip.dispatch.operator import registered
 
 
 def cases(context: Context) -> Iterator[Case]:
-    """Per operator a design, and by dtype a case per call, and a case per rule."""
+    """Per operator its first calls, a design, and by dtype a case per call and per rule."""
+    yield from first_calls.cases("operators", context, Trial, run_again, judge)
     yield from designs.cases("operators", context, check_row)
     for name, operator in registered().items():
         oracle = oracle_of(operator.spec)
@@ -37,6 +38,17 @@ def cases(context: Context) -> Iterator[Case]:
                 yield Case(id=f"{where}/{call.label}", run=run, full=full)
             rules = (*RULES, *calling_rules.RULES, *index_rules.RULES)
             yield from rule_cases(where, of, context, rules, represented=represented)
+
+
+def run_again(context: Context, trial: Trial) -> list[Tensor]:
+    """Results of a call, and copies of them that were made at once."""
+    results = trial.run(trial.place(context))
+    return [*results, *(result.clone() for result in results)]
+
+
+def judge(context: Context, of: Subject, trial: Trial, results: Sequence[Tensor]) -> None:
+    """results: those of :func:`run_again`."""
+    trial.compare(context, results, trial.expected(of.oracle))
 
 
 def check_row(context: Context, of: Subject, row: designs.DesignedCall) -> None:
@@ -52,23 +64,25 @@ def check_row(context: Context, of: Subject, row: designs.DesignedCall) -> None:
     run_other = designs.between(other.run, placed, other, context, row) if other else list[Tensor]
     last = trial.place(context) if trial.written else placed
     with designs.stream_of(context, row.caller):
-        if row.between == "in the same memory":
-            run_other()  # before too: what it leaves behind would show in what is compared
+        # Before too: what it leaves behind would show in what is compared.
+        before = [r.clone() for r in run_other()] if row.between == "in the same memory" else []
         results = trial.run(placed)
         kept = [result.clone() for result in results]
         others = [result.clone() for result in run_other()]
         left = [result.clone() for result in results]
         again = row.again(partial(trial.run_by_torch, last))
-        others_again = others if trial.written else run_other()
+        others_again = others if trial.written else [*before, *run_other()]
     check_results(context, trial, placed, results, wanted)
     if trial.written:
         trial.check_untouched(last, ", called again")
-    for repeated in () if trial.written else filter(None, (again, others, others_again)):
-        check_form(context, trial, repeated)
+    count = len(others)
+    repeated = (again, others, others_again[:count], others_again[count:])
+    for found in () if trial.written else filter(None, repeated):
+        check_form(context, trial, found)
     check_same_bits(trial.names(), left, kept, ", after another call")
     calling_rules.same_answer(context, of, trial, again, kept, ", called again")
-    if of.is_bitwise and others:
-        check_same_bits(trial.names(), others_again, others, ", of another call, made again")
+    for found in filter(None, repeated[2:] if of.is_bitwise else ()):
+        check_same_bits(trial.names(), found, others, ", of another call, made again")
     if trial.operator.spec.residuals and row.call.gradient:
         # Not of the calls above: what leaves residuals may be another row, with bits of its own.
         check_residuals(context, trial, trial.run_with_residuals(trial.place(context)), wanted)
@@ -132,6 +146,7 @@ def check_residuals(
 ) -> None:
     """found, wanted: outputs, then residuals."""
     count = trial.signature.num_outputs
+    trial.compare(context, found, wanted[:count], " beside residuals")
     for residual, got, want, form in zip(
         trial.operator.spec.residuals, found[count:], wanted[count:], trial.form[count:],
         strict=True,

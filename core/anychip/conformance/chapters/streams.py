@@ -474,18 +474,6 @@ def current_per_thread(context: Context) -> None:
     check(answers == [True], "a thread began with, or lost its stream to, another thread's")
 
 
-def streams_differ(context: Context) -> None:
-    """New streams are as many, and none is the current one; new events are as many."""
-    backend = context.backend
-    made = [backend.stream() for _ in range(8)]
-    for place, stream in enumerate(made):
-        check(stream == stream, "a stream is not equal to itself")
-        check(stream not in made[:place], f"two of {len(made)} calls of stream() gave one stream")
-    check(backend.current_stream() not in made, "stream() gave the current stream")
-    events = [backend.event() for _ in range(TIMES)]
-    check(len({id(event) for event in events}) == TIMES, "two calls of event() gave one event")
-
-
 def _while_another_is_current(race: Race) -> torch.Event:
     """Which stream is current means nothing to an event that is told its stream."""
     event = race.start().backend.event()
@@ -590,7 +578,6 @@ QUESTIONS: dict[str, Callable[[Context], None]] = {
     "elapsed": elapsed,
     "use_stream": use_stream_restores,
     "threads": current_per_thread,
-    "apart": streams_differ,
 }
 ONCE = {f"streams/{name}" for name in (
     "deep", "patience", "elapsed", *WAITS, *HOST_WAITS, *(f"{name}.thread" for name in HOST_WAITS)

@@ -1,0 +1,71 @@
+"""Are the first twenty calls of an operator alike, when nothing has called it before?
+
+What is compiled, tuned or recorded after so many calls gives the next ones to another kernel, and
+a ring of workspaces comes round: a second call may be wrong where the first and the third are not.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from anychip.conformance.calls import tensors_of
+from anychip.conformance.case import Case, Context, check_same_bits
+from anychip.conformance.formats import FORMATS
+from anychip.conformance.many_times import can_repeat, large_calls
+from anychip.conformance.oracles import oracle_of
+from anychip.conformance.trial import Subject, Trial
+from anychip.dispatch.operator import registered
+
+CALLS = 20
+ELEMENTS = 1 << 12
+"""So many the largest argument has, of a call that can repeat a small one."""
+T = TypeVar("T", bound=Trial)
+
+
+def cases(
+    chapter: str,
+    context: Context,
+    made: type[T],
+    run: Callable[[Context, T], Sequence[Tensor]],
+    judge: Callable[[Context, Subject, T, Sequence[Tensor]], None],
+) -> Iterator[Case]:
+    """A case per operator of ours, in its first type.
+
+    Args:
+        made: what a call is made with.
+        run: makes it, and gives what there is to compare.
+        judge: raises unless that is what the operator has to compute.
+    """
+    for name, operator in registered().items():
+        oracle, dtypes = oracle_of(operator.spec), context.dtypes_of(operator.spec)
+        if dtypes and oracle.plain and (made is Trial or operator.spec.differentiable):
+            of = Subject(operator, oracle, next(iter(dtypes)))
+            ask = partial(_ask, of=of, made=made, run=run, judge=judge)
+            yield Case(id=f"{chapter}/{name}/{FORMATS[of.dtype].name}/rule:first-calls", run=ask)
+
+
+def _ask(context: Context, of: Subject, made: Any, run: Any, judge: Any) -> None:
+    """Two calls with other numbers take turns: neither gives what the other one has to."""
+    trials = [_trial(context, of, made, context.seed + turn) for turn in range(2)]
+    found = [run(context, trials[number % 2]) for number in range(CALLS)]
+    for trial, results in zip(trials, found, strict=False):
+        judge(context, of, trial, results)
+    names = [f"result {place}" for place in range(len(found[0]))]
+    for number, results in enumerate(found):
+        check_same_bits(names, results, found[number % 2], f" of call {number + 1} of all")
+
+
+def _trial(context: Context, of: Subject, made: Any, seed: int) -> Any:
+    """The largest of the plain calls, repeated where it can be; a list is long enough."""
+
+    def size(trial: Trial) -> int:
+        return max(tensor.numel() for tensor in tensors_of(trial.arguments[0]))
+
+    plain = (made(of.operator, call, of.dtype, seed) for call in of.oracle.plain)
+    largest = max(plain, key=size)
+    if not of.returns or not can_repeat(of, context):
+        return largest
+    large = (one.call for one in large_calls(largest, context, ELEMENTS))
+    return made(of.operator, next(large, largest.call), of.dtype, seed)

@@ -25,6 +25,8 @@ const Function kFunctions[] = {
      [](double x) { return 1.0 / (1.0 + std::exp(-x)); }, 2.9},
     {"complement", [](F32 x) { return tested::sigmoid(x).complement; },
      [](double x) { return 1.0 / (1.0 + std::exp(x)); }, 2.9},
+    {"slope", [](F32 x) { return tested::sigmoid_slope(x); },
+     [](double x) { return 1.0 / ((1.0 + std::exp(x)) * (1.0 + std::exp(-x))); }, 3.6},
     {"tanh", [](F32 x) { return tested::tanh(x); }, [](double x) { return std::tanh(x); }, 2.5},
     {"log_one_plus", [](F32 x) { return tested::log_one_plus(x); },
      [](double x) { return std::log1p(x); }, 2.0, 0.0, 1.0},

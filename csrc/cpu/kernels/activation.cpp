@@ -8,9 +8,13 @@ namespace anychip::cpu::ANYCHIP_ISA {
 namespace {
 
 // The same number as value(x), and grad times the derivative.
+template <class V>
 struct Both {
-  F32 value, gradient;
+  V value, gradient;
 };
+ANYCHIP_INLINE Both<Pair<F32>> joined(Both<F32> even, Both<F32> odd) {
+  return {{even.value, odd.value}, {even.gradient, odd.gradient}};
+}
 
 // Beyond 30 the derivatives are constant; the limit keeps 0 * infinity out of them.
 ANYCHIP_INLINE F32 limit(F32 x) { return maximum(fill<F32>(-30.0f), minimum(fill<F32>(30.0f), x)); }
@@ -19,7 +23,7 @@ ANYCHIP_INLINE F32 limit(F32 x) { return maximum(fill<F32>(-30.0f), minimum(fill
 struct Gelu {
   static constexpr bool kBiased = true, kGated = true;
   ANYCHIP_INLINE F32 value(F32 x) const { return x * normal(x).cdf; }
-  ANYCHIP_INLINE Both both(F32 x, F32 grad) const {
+  ANYCHIP_INLINE Both<F32> both(F32 x, F32 grad) const {
     const F32 limited = limit(x);
     const Normal n = normal(limited);
     return {x * n.cdf, grad * (n.cdf + limited * n.pdf)};
@@ -37,7 +41,7 @@ struct GeluTanh {
     const F32 limited = limit(x);
     return x * sigmoid(limited * (kLinear + kCubic * (limited * limited))).value;
   }
-  ANYCHIP_INLINE Both both(F32 unlimited, F32 grad) const {
+  ANYCHIP_INLINE Both<F32> both(F32 unlimited, F32 grad) const {
     const F32 x = limit(unlimited), square = x * x;
     const Sigmoid s = sigmoid(x * (kLinear + kCubic * square));
     const F32 slope = s.product * (x * (kLinear + 3.0f * kCubic * square));
@@ -50,7 +54,7 @@ struct GeluTanh {
 struct Silu {
   static constexpr bool kBiased = false, kGated = true;
   ANYCHIP_INLINE F32 value(F32 x) const { return x * sigmoid(x).value; }
-  ANYCHIP_INLINE Both both(F32 x, F32 grad) const {
+  ANYCHIP_INLINE Both<F32> both(F32 x, F32 grad) const {
     const Sigmoid s = sigmoid(x);
     const F32 silu = x * s.value;
     return {silu, grad * (s.value + silu * s.complement)};
@@ -63,7 +67,7 @@ struct Alone {
 };
 struct Relu : Alone {
   ANYCHIP_INLINE F32 value(F32 x) const { return maximum(F32{}, x); }
-  ANYCHIP_INLINE Both both(F32 x, F32 grad) const {
+  ANYCHIP_INLINE Both<F32> both(F32 x, F32 grad) const {
     return {value(x), select(0.0f >= x, F32{}, grad)};
   }
 };
@@ -72,21 +76,20 @@ struct Relu2 : Alone {
     const F32 positive = maximum(F32{}, x);
     return positive * positive;
   }
-  ANYCHIP_INLINE Both both(F32 x, F32 grad) const {
+  ANYCHIP_INLINE Both<F32> both(F32 x, F32 grad) const {
     return {value(x), select(0.0f >= x, F32{}, (x + x) * grad)};
   }
 };
 struct Logistic : Alone {
   ANYCHIP_INLINE F32 value(F32 x) const { return sigmoid(x).value; }
-  ANYCHIP_INLINE Both both(F32 x, F32 grad) const {
-    const Sigmoid s = sigmoid(x);
-    return {s.value, grad * s.product};
+  ANYCHIP_INLINE Both<F32> both(F32 x, F32 grad) const {
+    return {value(x), grad * sigmoid_slope(x)};
   }
 };
 
 struct Tanh : Alone {
   ANYCHIP_INLINE F32 value(F32 x) const { return tanh(x); }
-  ANYCHIP_INLINE Both both(F32 x, F32 grad) const {
+  ANYCHIP_INLINE Both<F32> both(F32 x, F32 grad) const {
     const F32 t = tanh(x);
     return {t, grad * (1.0f - t * t)};
   }
@@ -100,7 +103,7 @@ struct Softplus : Alone {
         maximum(F32{}, scaled) + log_one_plus(exp(float_of(bits_of(scaled) | 0x80000000u)));
     return select(scaled > threshold, x, soft / beta);
   }
-  ANYCHIP_INLINE Both both(F32 x, F32 grad) const {
+  ANYCHIP_INLINE Both<F32> both(F32 x, F32 grad) const {
     const F32 scaled = x * beta;
     return {value(x), select(scaled > threshold, grad, grad * sigmoid(scaled).value)};
   }
@@ -149,20 +152,23 @@ ANYCHIP_INLINE void visit_form(const Args& args, const Visit& visit) {
   });
 }
 
-// body(i, lanes, x, with a bias x + bias rounded once) for rows that have one, and else for all.
-template <Form form, class T, class Body>
+// put(i, make(i, lanes, x), lanes, column), with x + bias rounded once for rows that have one, and
+// else for all.
+template <Form form, class T, class Make, class Put>
 ANYCHIP_INLINE void for_each_argument(const void* all, const float* bias, int64_t hidden,
-                                      Range elements, const Body& body) {
+                                      Range elements, const Make& make, const Put& put) {
   const T* x = static_cast<const T*>(all);
   if constexpr (form == Form::kBiased) {
     for_each_span(hidden, elements, [&](int64_t begin, int64_t n) {
       for_each_vector(0, n, [&](int64_t j, auto lanes) {
-        body(begin + j, lanes, load_ahead(x + begin + j, lanes) + load(bias + j, lanes), j);
+        const int64_t i = begin + j;
+        put(i, make(i, lanes, load_ahead(x + i, lanes) + load(bias + j, lanes)), lanes, j);
       });
     });
   } else {
-    for_each_vector(elements.begin, elements.end,
-                    [&](int64_t i, auto lanes) { body(i, lanes, load_ahead(x + i, lanes), i); });
+    for_each_made<T>(
+        elements, [&](int64_t i, auto lanes) { return make(i, lanes, load_ahead(x + i, lanes)); },
+        [&](int64_t i, auto made, auto lanes) { put(i, made, lanes, i); });
   }
 }
 
@@ -171,12 +177,13 @@ template <class T, class Function, Form form>
                               const float* bias, bool past, Range elements) {
   const T* up = static_cast<const T*>(args.up);
   T* y = static_cast<T*>(args.y);
-  for_each_argument<form, T>(args.x, bias, args.hidden, elements,
-                             [&](int64_t i, auto lanes, F32 x, int64_t) {
-                               F32 value = f.value(x);
-                               if (form == Form::kGated) value = value * load_ahead(up + i, lanes);
-                               store(y + i, value, lanes, past);
-                             });
+  for_each_argument<form, T>(
+      args.x, bias, args.hidden, elements,
+      [&](int64_t i, auto lanes, F32 x) {
+        const F32 value = f.value(x);
+        return form == Form::kGated ? value * load_ahead(up + i, lanes) : value;
+      },
+      [&](int64_t i, auto value, auto lanes, int64_t) { store(y + i, value, lanes, past); });
   finish_stores(past);
 }
 
@@ -187,14 +194,20 @@ template <class T, class Function, Form form>
   const T* up = static_cast<const T*>(args.up);
   T* dx = static_cast<T*>(args.dx);
   T* dup = static_cast<T*>(args.dup);
+  if (form == Form::kAlone && !dx) return;  // asked once, as its loop is short
   for_each_argument<form, T>(
-      args.x, bias, args.hidden, elements, [&](int64_t i, auto lanes, F32 x, int64_t column) {
+      args.x, bias, args.hidden, elements,
+      [&](int64_t i, auto lanes, F32 x) {
         const F32 dy = load_ahead(grad + i, lanes);
-        const Both both = f.both(x, form == Form::kGated ? dy * load_ahead(up + i, lanes) : dy);
-        if (dx) store(dx + i, both.gradient, lanes, past);
-        if (form == Form::kGated && dup) store(dup + i, both.value * dy, lanes);
-        if (form == Form::kBiased && dbias) {
-          store(dbias + column, load(dbias + column, lanes) + both.gradient, lanes);
+        if (form != Form::kGated) return f.both(x, dy);
+        const Both<F32> both = f.both(x, dy * load_ahead(up + i, lanes));
+        return Both<F32>{both.value * dy, both.gradient};
+      },
+      [&](int64_t i, auto both, auto lanes, int64_t column) {
+        if (form == Form::kAlone || dx) store(dx + i, both.gradient, lanes, past);
+        if (form == Form::kGated && dup) store(dup + i, both.value, lanes, false);
+        if constexpr (form == Form::kBiased) {
+          if (dbias) store(dbias + column, load(dbias + column, lanes) + both.gradient, lanes);
         }
       });
   finish_stores(past);

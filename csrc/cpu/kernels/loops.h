@@ -14,6 +14,23 @@ ANYCHIP_INLINE void for_each_vector(int64_t begin, int64_t end, Body&& body) {
   if (i < end) body(i, FirstLanes{end - i});
 }
 
+// put(i, make(i, lanes), lanes) for all elements of tensors of T, each by itself. Of two vectors
+// put comes after both are made, when more is under way than one chain of instructions.
+template <class T, class Make, class Put>
+ANYCHIP_INLINE void for_each_made(Range elements, const Make& make, const Put& put) {
+  int64_t i = elements.begin;
+  if constexpr (kHasTwoVectors<T>) {
+    constexpr int64_t kTwo = 2 * kLanes;
+    for (; i + 2 * kTwo <= elements.end; i += 2 * kTwo) {
+      const auto first = joined(make(i, EvenLanes{}), make(i, OddLanes{}));
+      const auto second = joined(make(i + kTwo, EvenLanes{}), make(i + kTwo, OddLanes{}));
+      put(i, first, TwoVectors{});
+      put(i + kTwo, second, TwoVectors{});
+    }
+  }
+  for_each_vector(i, elements.end, [&](int64_t j, auto lanes) { put(j, make(j, lanes), lanes); });
+}
+
 // body(first element, how many) for the rows of a range that begins where one does; the last may be
 // shorter.
 template <class Body>

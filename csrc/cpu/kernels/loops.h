@@ -51,13 +51,23 @@ ANYCHIP_INLINE F32 load_ahead(const T* p, Lanes lanes) {
   return load(p, lanes);
 }
 
-ANYCHIP_INLINE float sum_lanes(F32 v) {
-  float lane[kLanes];
-  store(lane, v, AllLanes{});
-  for (int width = kLanes / 2; width > 0; width /= 2) {
-    for (int k = 0; k < width; ++k) lane[k] += lane[k + width];
+// Lanes k and k + width are added, for half of the width each time. In registers: in memory each
+// time waits for the one before to be stored.
+template <int width>
+struct Above {
+  static constexpr int source(int k) { return (k + width) % kRegisterLanes; }
+};
+template <int width = kRegisterLanes / 2>
+ANYCHIP_INLINE float sum_lanes(RegisterF v) {
+  if constexpr (width == 0) {
+    return v[0];
+  } else {
+    return sum_lanes<width / 2>(v + shuffle<Above<width>>(v, v));
   }
-  return lane[0];
+}
+template <class H>
+ANYCHIP_INLINE float sum_lanes(Pair<H> v) {
+  return sum_lanes(v.low + v.high);
 }
 
 ANYCHIP_INLINE float largest_lane(F32 v) {

@@ -120,11 +120,14 @@ template <class T>
       const float factor = weight[first_channel + channel];
       const float offset = bias ? bias[first_channel + channel] : 0.0f;
       const int64_t begin = channel * args.size;
-      for_each_vector(begin, begin + args.size, [&](int64_t i, auto lanes) {
-        const F32 centred = (load(x + i, lanes) - m.first) - m.error;
-        const F32 scaled = centred * m.rstd * factor;
-        store(y + i, bias ? scaled + offset : scaled, lanes);
-      });
+      for_each_made<T>(
+          {begin, begin + args.size},
+          [&](int64_t i, auto lanes) {
+            const F32 centred = (load(x + i, lanes) - m.first) - m.error;
+            const F32 scaled = centred * m.rstd * factor;
+            return bias ? scaled + offset : scaled;
+          },
+          [&](int64_t i, auto made, auto lanes) { store(y + i, made, lanes, false); });
     }
   }
 }
@@ -160,10 +163,13 @@ template <class T>
     const float along = static_cast<float>(along_x / hidden);
     for (int64_t channel = 0; channel < channels; ++channel) {
       const float factor = weights[channel];
-      for_each_vector(channel * size, (channel + 1) * size, [&](int64_t i, auto lanes) {
-        const F32 v = normalized(i, lanes);
-        store(dx + i, (load(grad + i, lanes) * factor - one - v * along) * rstd, lanes);
-      });
+      for_each_made<T>(
+          {channel * size, (channel + 1) * size},
+          [&](int64_t i, auto lanes) {
+            const F32 v = normalized(i, lanes);
+            return (load(grad + i, lanes) * factor - one - v * along) * rstd;
+          },
+          [&](int64_t i, auto made, auto lanes) { store(dx + i, made, lanes, false); });
     }
   }
 }

@@ -646,11 +646,12 @@ int main() {
     for (const int64_t columns : {1, 3, 64, 65, 500, 1001}) {
       test_dropout(dtype, 100 * columns, columns);
     }
-    // head_dim / 2 below, at and above the 16 lanes; the last has work for several threads.
+    // head_dim / 2 below, at and above the 16 lanes and twice as many; one has work for several
+    // threads.
     for (const Heads& heads :
          {Heads{1, 1, 1, 1, 2}, Heads{2, 3, 4, 2, 16}, Heads{2, 5, 3, 1, 30}, Heads{1, 4, 2, 2, 32},
           Heads{1, 3, 2, 1, 40}, Heads{1, 2, 1, 1, 0}, Heads{0, 4, 2, 2, 8}, Heads{1, 3, 2, 2, 126},
-          Heads{2, 70, 8, 4, 64}}) {
+          Heads{2, 70, 8, 4, 64}, Heads{1, 3, 2, 2, 96}}) {
       for (const bool interleaved : {false, true}) {
         for (const bool inverse : {false, true}) test_rope(dtype, heads, interleaved, inverse);
       }

@@ -18,10 +18,46 @@ struct Heads {
   bool past;
 };
 
+struct EvenOfTwo {
+  static constexpr int source(int k) { return 2 * k; }
+};
+struct OddOfTwo {
+  static constexpr int source(int k) { return 2 * k + 1; }
+};
+
+// Of bfloat16 by even and odd angles, as long as there are two vectors of them; returns how many.
+template <class T>
+ANYCHIP_INLINE int64_t rotate_two_vectors(const Heads<T>& heads, const float* cos, const float* sin,
+                                          float direction) {
+  const int64_t half = heads.dim / 2;
+  int64_t i = 0;
+  if constexpr (kHasTwoVectors<T>) {
+    if (heads.past && half % (2 * kLanes) != 0) return 0;  // those stores are to whole registers
+    const auto split = [](const float* p, float factor) {
+      const auto low = load(p, AllLanes{}) * factor, high = load(p + kLanes, AllLanes{}) * factor;
+      return joined(shuffle<EvenOfTwo>(low, high), shuffle<OddOfTwo>(low, high));
+    };
+    for (; i + 2 * kLanes <= half; i += 2 * kLanes) {
+      const auto c = split(cos + i, 1.0f), s = split(sin + i, direction);
+      for (int64_t head = 0; head < heads.count; ++head) {
+        const T* x = heads.x + head * heads.dim + i;
+        T* y = heads.y + head * heads.dim + i;
+        const auto x1 = joined(load_ahead(x, EvenLanes{}), load(x, OddLanes{}));
+        const auto x2 = joined(load_ahead(x + half, EvenLanes{}), load(x + half, OddLanes{}));
+        store(y, x1 * c - x2 * s, TwoVectors{}, heads.past);
+        store(y + half, x2 * c + x1 * s, TwoVectors{}, heads.past);
+      }
+    }
+  }
+  return i;
+}
+
 template <class T>
 ANYCHIP_INLINE void rotate_halves(const Heads<T>& heads, const float* cos, const float* sin,
                                   float direction) {
   const int64_t half = heads.dim / 2, whole = half / kLanes * kLanes;
+  const int64_t done = rotate_two_vectors(heads, cos, sin, direction);
+  if (done == half) return;
   const auto rotate = [&](int64_t head, int64_t i, F32 c, F32 s, auto lanes) {
     const T* x = heads.x + head * heads.dim + i;
     T* y = heads.y + head * heads.dim + i;
@@ -32,7 +68,7 @@ ANYCHIP_INLINE void rotate_halves(const Heads<T>& heads, const float* cos, const
   };
   // Head by head, as they lie in memory; of what fills no vector the angles are taken once.
   for (int64_t head = 0; head < heads.count; ++head) {
-    for_each_vector(0, whole, [&](int64_t i, auto lanes) {
+    for_each_vector(done, whole, [&](int64_t i, auto lanes) {
       rotate(head, i, load(cos + i, lanes), load(sin + i, lanes) * direction, lanes);
     });
   }

@@ -89,7 +89,7 @@ def _large(name: str, dtype: torch.dtype) -> tuple[Any, ...]:
         return torch.randn(shape, generator=generator).to(dtype)
 
     x, rng = normal(301, 1027), torch.tensor([3, 2**32 - 5])
-    angles = torch.rand(75, 16, generator=generator)
+    angles = torch.rand(75, 48, generator=generator)
     return {
         **_steps(normal), "rms_norm": (x, normal(1027)),
         "layer_norm": (x, normal(1027), normal(1027)),
@@ -102,7 +102,7 @@ def _large(name: str, dtype: torch.dtype) -> tuple[Any, ...]:
         "bias_gelu": (x, normal(1027)), "geglu": (x, normal(301, 1027)), "softmax": (x,),
         "attention": (normal(2, 130, 4, 24), normal(2, 150, 2, 24), normal(2, 150, 2, 24)),
         "swiglu": (x, normal(301, 1027)),
-        "rope": (normal(9, 75, 8, 32), normal(9, 75, 4, 32), angles.cos(), angles.sin()),
+        "rope": (normal(9, 75, 8, 96), normal(9, 75, 4, 96), angles.cos(), angles.sin()),
         "cross_entropy": (x, torch.randint(1027, (301,), generator=generator)),
         "l2_norm": ([x, normal(7), normal(123, 77)],),
         "sums_of_squares": ([x, normal(7), normal(123, 77)],),

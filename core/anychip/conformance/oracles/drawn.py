@@ -232,7 +232,9 @@ def _rope(choose: Choices, draw: Draw) -> Arguments:
         for name, count in (("q", heads), ("k", kv_heads))
     )
     angle = draw.uniform(length, half, low=-math.pi, high=math.pi)
-    return (q, k, angle.cos(), angle.sin()), {"interleaved": choose.of("interleaved", False, True)}
+    times = choose.number("cos and sin times", (1.0,), (1.25, 0.5, 20.0))  # as YaRN scales scores
+    interleaved = choose.of("interleaved", False, True)
+    return (q, k, angle.cos() * times, angle.sin() * times), {"interleaved": interleaved}
 
 
 def _score_attrs(choose: Choices, *, dropout: bool = False) -> dict[str, Any]:

@@ -168,7 +168,8 @@ _STEPS = (
     Point("scale-clip", _of_list(scale=512.0, clip=0.25, found_inf=0.0), telling=True),
     *(point._replace(change=values.no_gradients) for point in _MANY),
 )
-_LATE = Point("late", _of_list(step=100_000.0), telling=True)
+_LATE = tuple(Point(f"step:{n:g}", _of_list(step=n), telling=True) for n in (258.0, 1e5))
+"""A count that 8 bits do not hold, and one after which no average is corrected any more."""
 _PACKED = {"heads of a key head": 2, "key heads": 2, "head_dim": 16}
 _HEAD_LARGE = Point("tiles", {"rows": (70,), "inputs": 72, "classes": 130})
 _WITH_FORM = (
@@ -396,9 +397,9 @@ FIXED: Mapping[str, Points] = {
         changed("infinite-before-empty", {"tensors": 3, "shapes": ((5,), (0, 3), (3,))},
                 values.infinite_at_first),
     ),
-    "adamw": (*_STEPS, _LATE, Point("eps:0", _of_list(eps=0.0, beta1=0.5, beta2=0.0))),
+    "adamw": (*_STEPS, *_LATE, Point("eps:0", _of_list(eps=0.0, beta1=0.5, beta2=0.0))),
     "adamw_8bit": (
-        *(point._replace(full=point.full or point.full_in_16_bits) for point in _STEPS), _LATE,
+        *(point._replace(full=point.full or point.full_in_16_bits) for point in _STEPS), *_LATE,
         changed("far-apart", {"tensors": 1, "shapes": ((4, 256),), "step": 0.0, "moments": 0.0},
               values.far_octaves),
     ),
@@ -408,7 +409,7 @@ FIXED: Mapping[str, Points] = {
     ),
     "lion": _STEPS,
     "lamb": (
-        *(point._replace(full=point.full or point.full_in_16_bits) for point in _STEPS),
+        *(point._replace(full=point.full or point.full_in_16_bits) for point in _STEPS), *_LATE,
         changed("zero-norms", _of_list(weight_decay=0.0), values.zero_norms),
     ),
     "lamb_sums_of_squares": (

@@ -9,7 +9,7 @@ Note: The error model
     most ``2 u |v|``. A device may flush a result below 2^-126 to zero. Errors of the arguments pass
     on by the derivative (running error analysis: Wilkinson 1963; Higham, Accuracy and Stability,
     2nd ed., section 3.3). Both bounds are in units of u and leave out terms of order u^2, for which
-    the limits have room.
+    the limits have room; but of a square, which may be of 0 and an error.
 
     ``worst`` adds the sizes up: no order of the operations and no data can exceed it. A sum of n
     terms t has at most n roundings of at most sum |t| each, in any order (Higham, section 4.2).
@@ -128,9 +128,10 @@ class Rounded:
     def __mul__(self, other: Rounded | Array | float) -> Rounded:
         b = as_rounded(other)
         x, y = np.abs(self.value), np.abs(b.value)
+        own = y + UNIT * self.worst if b is self else y
         return _rounded(
             self.value * b.value,
-            x * b.worst + y * self.worst,
+            x * b.worst + own * self.worst,
             lambda: root(x * b.spread, y * self.spread),
         )
 

@@ -45,6 +45,18 @@ def test_elementary_operations_in_float32_stay_within_worst(function: Callable[.
     assert errors.max() > 0.1
 
 
+def test_square_of_what_is_nothing_but_rounding_stays_within_worst() -> None:
+    """The variance of equal numbers is 0, and in float32 that of a mean which is a little off."""
+    equal = np.repeat(wide()[:, None], 10, axis=1)
+    x = Rounded.exact(equal)
+    centred = x - x.mean(-1, keepdims=True)
+    total = np.zeros(len(equal), np.float32)
+    for column in equal.T:
+        total += column
+    errors = error_in_units((equal.T - total / np.float32(10)).T ** 2, centred * centred)
+    assert 1e-3 < errors.max() <= 1.0
+
+
 @pytest.mark.parametrize(("name", "function", "domain"), [
     ("exp", np.exp, (-40.0, 40.0)), ("log", np.log, (1e-30, 1e30)),
     ("sqrt", np.sqrt, (1e-30, 1e30)), ("tanh", np.tanh, (-9.0, 9.0)),

@@ -239,15 +239,10 @@ class Choices:
         return [*rows, self.room(*rows).size("width", none=True)]
 
     def values(
-        self,
-        factor: str,
-        draw: Draw,
-        *shape: int,
-        dtype: torch.dtype | None = None,
+        self, factor: str, draw: Draw, *shape: int, dtype: torch.dtype | None = None,
         ends: tuple[float | str, float | str] | None = ("root-huge", "root-tiny"),
-        more: tuple[str, ...] = (OPEN,),
-        number: int = 0,
-    ) -> Tensor:
+        more: tuple[str, ...] = (OPEN,), number: int = 0,
+    ) -> Tensor:  # fmt: skip
         """Float values of one kind.
 
         Args:

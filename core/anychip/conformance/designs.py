@@ -388,12 +388,9 @@ def _kept(trial: Trial, row: DesignedCall) -> int | None:
 
 
 def between(
-    run: Callable[[PlacedCall], T],
-    placed: PlacedCall,
-    other: Trial,
-    context: Context,
+    run: Callable[[PlacedCall], T], placed: PlacedCall, other: Trial, context: Context,
     row: DesignedCall,
-) -> Callable[[], T]:
+) -> Callable[[], T]:  # fmt: skip
     """Runs another call, on arguments of its own or in the memory of a placed call's.
 
     Its own numbers come back afterwards: nothing may be kept by address, shape or strides.

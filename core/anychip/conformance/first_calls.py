@@ -25,12 +25,9 @@ T = TypeVar("T", bound=Trial)
 
 
 def cases(
-    chapter: str,
-    context: Context,
-    made: type[T],
-    run: Callable[[Context, T], Sequence[Tensor]],
+    chapter: str, context: Context, made: type[T], run: Callable[[Context, T], Sequence[Tensor]],
     judge: Callable[[Context, Subject, T, Sequence[Tensor]], None],
-) -> Iterator[Case]:
+) -> Iterator[Case]:  # fmt: skip
     """A case per operator of ours, in its first type.
 
     Args:

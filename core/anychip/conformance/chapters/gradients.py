@@ -199,12 +199,9 @@ def check_row(context: Context, of: Subject, row: designs.DesignedCall) -> None:
 
 
 def other_gradients(
-    context: Context,
-    placed: PlacedCall,
-    row: designs.DesignedCall,
-    trial: GradientTrial,
+    context: Context, placed: PlacedCall, row: designs.DesignedCall, trial: GradientTrial,
     names: Sequence[str],
-) -> Callable[[], Sequence[Tensor]]:
+) -> Callable[[], Sequence[Tensor]]:  # fmt: skip
     """Makes the same call with other numbers, if there is to be one, and its backward pass."""
     other = designs.with_other_numbers(trial, context, row)
     if other is None:
@@ -219,13 +216,9 @@ def other_gradients(
 
 
 def backward(
-    context: Context,
-    trial: GradientTrial,
-    placed: PlacedCall,
-    leaves: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    **options: bool,
-) -> tuple[Tensor, ...]:
+    context: Context, trial: GradientTrial, placed: PlacedCall, leaves: Sequence[Tensor],
+    grads: Sequence[Tensor], **options: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Gradients through autograd, by ``torch.autograd.grad``."""
     outputs = trial.run(placed)
     given = [grad.to(context.device) for grad in grads]
@@ -233,14 +226,9 @@ def backward(
 
 
 def compare(
-    context: Context,
-    trial: GradientTrial,
-    oracle: Oracle,
-    grads: Sequence[Tensor],
-    found: Sequence[Tensor | None],
-    note: str = "",
-    names: Sequence[str] | None = None,
-) -> None:
+    context: Context, trial: GradientTrial, oracle: Oracle, grads: Sequence[Tensor],
+    found: Sequence[Tensor | None], note: str = "", names: Sequence[str] | None = None,
+) -> None:  # fmt: skip
     """Compares gradients of all leaves, or of these, with the oracle's: dtype, shape, values."""
     wanted = trial.gradients(oracle, grads)
     for name, got in zip(names or trial.leaf_names, found, strict=True):

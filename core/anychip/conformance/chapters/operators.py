@@ -104,12 +104,9 @@ def check_values(context: Context, of: Subject, *, call: Call) -> None:
 
 
 def check_results(
-    context: Context,
-    trial: Trial,
-    placed: PlacedCall,
-    results: Sequence[Tensor],
+    context: Context, trial: Trial, placed: PlacedCall, results: Sequence[Tensor],
     wanted: Sequence[Rounded],
-) -> None:
+) -> None:  # fmt: skip
     """Of one call: form, values, and that nothing else was written.
 
     What is wanted was made before the call: a result that comes late is not waited for by chance.

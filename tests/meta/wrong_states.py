@@ -48,6 +48,24 @@ def second_call(row: Row, x: Tensor, *rest: Any, **attrs: Attr) -> Any:
     return y, total, rstd
 
 
+def _is_call(number: int, of: str) -> bool:
+    _kept[of] = _kept.get(of, 0) + 1
+    return bool(_kept[of] == number)
+
+
+@wrong("eighth-call-of-all", "a warm-up that ends", operator="swiglu")
+def eighth_call(row: Row, gate: Tensor, up: Tensor) -> Any:
+    return row(gate, up.neg() if _is_call(8, "swiglu") else up)
+
+
+@wrong_backward("second-gradient-of-all", "a warm-up that ends", operator="top_k")
+def second_gradient(row: Row, *args: Any, **attrs: Attr) -> Any:
+    (dx,) = row(*args, **attrs)
+    if _is_call(2, "top_k"):
+        dx.view(-1)[128:] = 0.0
+    return (dx,)
+
+
 def _keep_a_room() -> None:
     backend = cast("Backend", selection.current)
     _kept.setdefault("rooms", []).append(backend.memory.allocate(1024))

@@ -45,6 +45,10 @@ def _index(draw: random.Random) -> dict[str, Any]:
     return {"index": draw.choice((None, 0, 1))}
 
 
+def _place(draw: random.Random) -> dict[str, Any]:
+    return {"index": draw.choice((0, 1))}
+
+
 def _size(draw: random.Random) -> dict[str, Any]:
     return {"nbytes": round(math.exp(draw.uniform(0, math.log(1 << 26)))), **_index(draw)}
 
@@ -73,7 +77,7 @@ CHANGED = (NOTHING, RAISED)
 GIVEN = (STALE, OTHER, RAISED)
 METHODS: Mapping[tuple[str, str], Method] = {
     ("backend", "current_device"): Method(_none, (OTHER, RAISED)),  # of one device it is the same
-    ("backend", "set_device"): Method(_index, CHANGED),
+    ("backend", "set_device"): Method(_place, CHANGED),  # None is no device to set
     ("backend", "synchronize"): Method(_index, CHANGED),
     ("backend", "device"): Method(_index, (STALE, RAISED)),
     ("backend", "generator"): Method(_seed, (*GIVEN, "the upper half of {} is left out")),
@@ -143,6 +147,8 @@ def _condition(draw: random.Random, values: dict[str, Any], own: str) -> Conditi
     found = draw_condition(draw, Call(values), has_streams=True)
     while found.measure in OF_TENSORS and not any(isinstance(v, Tensor) for v in values.values()):
         found = draw_condition(draw, Call(values), has_streams=True)
+    if found.number == "one":  # of streams it is only said whether there is one
+        return found._replace(comparison={"==": "!=", "!=": "=="}[found.comparison], number=None)
     if found.measure == "{}" and found.argument in ("nbytes", "seed"):
         size = round(math.exp(draw.uniform(0, 18)))
         return found._replace(number=max(size, 1)) if found.comparison in (">=", "<") else found

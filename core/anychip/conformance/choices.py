@@ -38,7 +38,7 @@ ROWS: Classes = {
     "few": ((3,), (2,), (4,), (5,), (6,), (7,), (9,), (11,)),
     "one": ((1,),),
     "no dim": ((),),
-    "several dims": ((2, 3), (2, 1, 3), (3, 4), (1, 2, 1, 2), (4, 2), (1, 5), (6, 1), (3, 2, 2),
+    "several dims": ((2, 3), (2, 1, 3), (3, 4), (1, 2, 1, 2), (4, 1), (1, 5), (6, 1), (3, 2, 1),
                      (2, 1, 3, 1, 2)),
     "none": ((0,), (2, 0), (0, 3)),
     "beside a power of two": ((17,), (31,), (33,), (63,), (65,), (15,), (127,), (129,)),
@@ -236,7 +236,9 @@ class Choices:
         if large := self.member("shape", SHAPES, sparing=True):
             return list(large)
         rows = self.rows(high=MOST_ROWS)
-        return [*rows, self.room(*rows).size("width", none=True)]
+        room = self.room(*rows)
+        room.left *= 4 if math.prod(rows) < 5 else 1  # wide ones too
+        return [*rows, room.size("width", none=True)]
 
     def values(
         self, factor: str, draw: Draw, *shape: int, dtype: torch.dtype | None = None,

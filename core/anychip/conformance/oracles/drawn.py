@@ -211,18 +211,19 @@ def _softmax(choose: Choices, draw: Draw) -> Arguments:
     return (x, mask, bias), {"scale": scale, "causal": choose.of("causal", False, True)}
 
 
-def _heads(choose: Choices, most: int = 100) -> tuple[int, int, int]:
-    """heads, key heads, head_dim; of the second at most so many."""
+def _heads(choose: Choices, most: int = 100, *, odd: bool = True) -> tuple[int, int, int]:
+    """heads, key heads, head_dim, which may be odd; of the second at most so many."""
     kv_heads = choose.number_up_to(most, "key heads", (1,), (2,), (3, 4, 5, 8, 16, 33, 100))
     of_each = 2 if kv_heads > 9 else 16 if most > 8 else 4
     groups = choose.number_up_to(of_each, "heads of a key head", (1,), (2, 3, 4, 5, 8, 16))
-    dims = (8, 4), (2,), (16, 32), (40, 24, 80, 48, 112), (64, 96, 128, 256, 192)
+    others = (33, 40, 7, 24, 80, 65, 48, 1, 112) if odd else (40, 24, 80, 48, 112)
+    dims = (8, 4), (2,), (16, 32), others, (64, 96, 128, 256, 192)
     dim = choose.number_up_to(256 if kv_heads * groups < 17 else 16, "head_dim", *dims)
     return kv_heads * groups, kv_heads, dim
 
 
 def _rope(choose: Choices, draw: Draw) -> Arguments:
-    heads, kv_heads, dim = _heads(choose)
+    heads, kv_heads, dim = _heads(choose, odd=False)
     most = max((1 << 14) // (heads * dim), 1)
     batch = choose.number_up_to(most, "batch", (1,), (2,), (3, 4, 5, 8, 16, 20, 33), (0,), LONG)
     length = choose.room(batch, heads, dim).size("length", none=True)

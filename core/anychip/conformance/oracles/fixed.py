@@ -150,9 +150,11 @@ _CHUNK: tuple[tuple[int, ...], ...] = ((1000,), (17,), (4, 5), (), (0, 3), (3, 7
 
 
 def _many(count: int) -> dict[str, object]:
-    """Empty and small tensors, and one longer than a chunk of any multi-tensor kernel."""
-    short = ((i * 7 % 5,) for i in range(count - 1))
-    return {"tensors": count, "shapes": (*short, (BEYOND_16_BITS,))}
+    """Empty and small tensors, one of some length before them, and behind them one longer than a
+    chunk of any multi-tensor kernel.
+    """
+    short = ((i * 7 % 5,) for i in range(count - 2))
+    return {"tensors": count, "shapes": ((1027,), *short, (BEYOND_16_BITS,))}
 
 
 def _of_list(**given: object) -> dict[str, object]:

@@ -18,7 +18,7 @@ from anychip.conformance.oracles import oracle_of
 from anychip.conformance.trial import Subject, Trial
 from anychip.dispatch.operator import registered
 
-CALLS = 20
+TIMES = 20
 ELEMENTS = 1 << 12
 """So many the largest argument has, of a call that can repeat a small one."""
 T = TypeVar("T", bound=Trial)
@@ -46,7 +46,7 @@ def cases(
 def _ask(context: Context, of: Subject, made: Any, run: Any, judge: Any) -> None:
     """Two calls with other numbers take turns: neither gives what the other one has to."""
     trials = [_trial(context, of, made, context.seed + turn) for turn in range(2)]
-    found = [run(context, trials[number % 2]) for number in range(CALLS)]
+    found = [run(context, trials[number % 2]) for number in range(TIMES)]
     for trial, results in zip(trials, found, strict=False):
         judge(context, of, trial, results)
     names = [f"result {place}" for place in range(len(found[0]))]

@@ -1,4 +1,4 @@
-"""Are the first twenty calls of an operator alike, when nothing has called it before?
+"""Are the first twenty calls of an operator alike, which a chapter makes before any other?
 
 What is compiled, tuned or recorded after so many calls gives the next ones to another kernel, and
 a ring of workspaces comes round: a second call may be wrong where the first and the third are not.
@@ -46,12 +46,16 @@ def cases(
 def _ask(context: Context, of: Subject, made: Any, run: Any, judge: Any) -> None:
     """Two calls with other numbers take turns: neither gives what the other one has to."""
     trials = [_trial(context, of, made, context.seed + turn) for turn in range(2)]
-    found = [run(context, trials[number % 2]) for number in range(TIMES)]
-    for trial, results in zip(trials, found, strict=False):
+    found, copies = list[Sequence[Tensor]](), list[Sequence[Tensor]]()
+    for number in range(TIMES):
+        found.append(run(context, trials[number % 2]))
+        copies.append([result.clone() for result in found[-1]])
+    for trial, results in zip(trials, copies, strict=False):
         judge(context, of, trial, results)
     names = [f"result {place}" for place in range(len(found[0]))]
-    for number, results in enumerate(found):
-        check_same_bits(names, results, found[number % 2], f" of call {number + 1} of all")
+    for number, results in enumerate((*copies, *found)):
+        note = f" of call {number % TIMES + 1}, {'at once' if number < TIMES else 'after all'}"
+        check_same_bits(names, results, copies[number % 2], note)
 
 
 def _trial(context: Context, of: Subject, made: Any, seed: int) -> Any:

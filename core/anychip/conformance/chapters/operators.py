@@ -25,7 +25,7 @@ from anychip.dispatch.operator import registered
 
 def cases(context: Context) -> Iterator[Case]:
     """Per operator its first calls, a design, and by dtype a case per call and per rule."""
-    yield from first_calls.cases("operators", context, Trial, run_again, judge)
+    yield from first_calls.cases("operators", context, Trial, results_of, judge)
     yield from designs.cases("operators", context, check_row)
     for name, operator in registered().items():
         oracle = oracle_of(operator.spec)
@@ -40,14 +40,13 @@ def cases(context: Context) -> Iterator[Case]:
             yield from rule_cases(where, of, context, rules, represented=represented)
 
 
-def run_again(context: Context, trial: Trial) -> list[Tensor]:
-    """Results of a call, and copies of them that were made at once."""
-    results = trial.run(trial.place(context))
-    return [*results, *(result.clone() for result in results)]
+def results_of(context: Context, trial: Trial) -> Sequence[Tensor]:
+    """Results of a call on arguments of its own."""
+    return trial.run(trial.place(context))
 
 
 def judge(context: Context, of: Subject, trial: Trial, results: Sequence[Tensor]) -> None:
-    """results: those of :func:`run_again`."""
+    """Compares results with the oracle's."""
     trial.compare(context, results, trial.expected(of.oracle))
 
 

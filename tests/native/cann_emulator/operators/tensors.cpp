@@ -121,6 +121,17 @@ OPERATOR(aclnnSort, kAny, Tensor self, bool stable, Int dim, bool descending, Te
   write(values, sorted);
   write(indices, places);
 }
+OPERATOR(aclnnUnique2, kAny, Tensor self, bool sorted, bool inverse, bool counted,
+         SizedTensor values, SizedTensor places, SizedTensor counts) {
+  const auto [unique, indices, numbers] = at::_unique2(self, sorted, inverse, counted);
+  fit(values, unique);
+  if (inverse) fit(places, indices);
+  if (counted) fit(counts, numbers);
+}
+// Without a dim: of the flattened tensor.
+OPERATOR(aclnnRepeatInterleave, kAny, Tensor self, Tensor repeats, Int, Tensor out) {
+  write(out, at::repeat_interleave(self, repeats));
+}
 OPERATOR(aclnnRepeatInterleaveIntWithDim, kAny, Tensor self, Int repeats, Int dim, Int,
          Tensor out) {
   write(out, at::repeat_interleave(self, repeats, dim));

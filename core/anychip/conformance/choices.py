@@ -59,7 +59,7 @@ costs too much to be asked often."""
 VALUES = ("normal", "wide", "on one side", "repeated")
 ENDS = ("huge", "tiny")
 FIT_FLOAT16 = 7
-FEW_NUMBERS, LARGE_EPS = 7, 0.05
+FEW_NUMBERS, LARGE_EPS, TINY_EPS = 7, 0.05, 1e-12
 ON_ONE_SIDE: tuple[tuple[float, float], ...] = (
     (10.0, 1.0), (-10.0, 1.0), (0.0, 0.02), (0.0, -30.0), (0.5, 1.0), (0.0, 3.0), (0.0, -0.5),
     (300.0, 1.0), (-1000.0, 1.0), (0.0, 500.0), (0.0, -3000.0), (0.0, 1e-3),
@@ -162,15 +162,17 @@ class Choices:
         self.hides(factor, found in hides)
         return found
 
-    def eps(self, numbers: int | None, *classes: Sequence[float]) -> float:
-        """What is added to a variance.
+    def eps(self, numbers: int, *classes: Sequence[float], centred: bool = True) -> float:
+        """What is added to a variance, or to a mean square.
 
         Args:
-            numbers: so many it is of. Of few it may be nothing but rounding, of which a small eps
-                makes much. None: it is a mean square.
+            numbers: so many it is of. Of few a variance may be nothing but rounding, of which a
+                small eps makes much; and a square of tiny ones no normal number.
         """
-        least = 0.0 if numbers is None or numbers > FEW_NUMBERS else LARGE_EPS
-        return self.member("eps", _named(classes), lambda eps: eps >= least)
+        least = LARGE_EPS if centred else TINY_EPS if "tiny" in self.chosen.values() else 0.0
+        return self.member(
+            "eps", _named(classes), lambda eps: numbers > FEW_NUMBERS or eps >= least
+        )
 
     def probability(self, draw: Draw) -> float:
         """Of dropping. In float16 a hundred times what is left of wide numbers would not fit."""

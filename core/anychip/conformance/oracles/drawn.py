@@ -72,7 +72,8 @@ def _norm(
     if bias:
         args.append(choose.optional("bias", draw, shape[-1], dtype=of_bias))
     small = (_SMALL_EPS, (0.01, 0.005, 0.03)) if bias or residual else ((1e-12,), (0.0,))
-    eps = choose.eps(shape[-1] if bias else None, (1e-5, 1e-6, 1e-4), *small, *_LARGE_EPS)
+    classes = (1e-5, 1e-6, 1e-4), *small, *_LARGE_EPS
+    eps = choose.eps(shape[-1], *classes, centred=bias)
     return tuple(args), {"eps": eps}
 
 

@@ -195,7 +195,8 @@ class Deferring(TorchDispatchMode):
         outputs = self.room(func, args, kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.stream.synchronize()  # what it reads beside the generator's state, which is now's
-            drawn = func(*args, **kwargs)
+            with _disable_current_modes():  # those of streams around this one too
+                drawn = func(*args, **kwargs)
             self.defer(func, lambda: fill(outputs, drawn))
             return outputs
         self.defer(func, lambda: fill(outputs, func(*args, **kwargs)))
@@ -211,21 +212,35 @@ class Deferring(TorchDispatchMode):
 
     def room(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Tensors for the results, of which only the shapes are known yet."""
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        key = func, described(args), described(tuple(kwargs.items()))
+        if key not in FORMS:
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                FORMS[key] = func(*like(args), **like(kwargs))
+        return like(FORMS[key])
 
-            def fake(value: Any) -> Any:
-                if not isinstance(value, Tensor):
-                    return value
-                return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
 
-            shapes = func(*tree_map(fake, args), **tree_map(fake, kwargs))
+FORMS: dict[Any, Any] = {}
+"""Results without data, by what was called with which shapes: to find them out takes torch longer
+than to compute most of them."""
 
-        def real(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
 
-        return tree_map(real, shapes)
+def described(value: Any) -> Any:
+    """Of a tensor what the form of a result depends on; of all else what it is."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype
+    is_several = isinstance(value, (list, tuple))
+    return tuple(map(described, value)) if is_several else (type(value), value)
+
+
+def like(values: Any) -> Any:
+    """The same, with tensors of the same form in place of tensors."""
+
+    def empty(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+
+    return tree_map(empty, values)
 
 
 class Reading(TorchFunctionMode):

@@ -223,4 +223,6 @@ ARGUMENTS = (
     wrong_arguments("decay-for-each-type-of-gradients", "two options at once", "sgd",
         dtypes=frozenset({torch.bfloat16}), weight_decay=lambda weight_decay, grads, decoupled:
         weight_decay * (len({g.dtype for g in grads}) if decoupled else 1)),
+    wrong_arguments("an-option-of-a-sample", "an exact option", "softmax",
+        scale=lambda scale: 0.7 if scale == -0.7 else scale),
 )  # fmt: skip

@@ -61,6 +61,13 @@ def group(mistake: Mistake) -> str:
     return f"rows, {what}" if what in ("forward", "backward") else where
 
 
+def exactness(mistake: Mistake) -> str:
+    """Whether an option has to be one number of all, to which only who tries it comes."""
+    options = [c.number for c in mistake.conditions if (c.measure, c.comparison) == ("{}", "==")]
+    numbers = [n for n in options if isinstance(n, (int, float, list)) and not isinstance(n, bool)]
+    return "one number alone" if numbers else "others"
+
+
 def tables(verdicts: Sequence[Verdict[Mistake]], discarded: Counter[str], seed: int) -> str:
     """All that is said of a run, in Markdown."""
     quick, full = Count(verdicts).rates()
@@ -73,6 +80,7 @@ def tables(verdicts: Sequence[Verdict[Mistake]], discarded: Counter[str], seed: 
         _grouped("conditions", lambda m: (str(len(m.conditions)),), verdicts),
         _grouped("place", lambda m: (group(m),), verdicts),
         _grouped("backend", lambda m: (m.backend,), verdicts),
+        _grouped("an option is", lambda m: (exactness(m),), verdicts),
         table(("found by chapter", "mistakes"), [(c, str(n)) for c, n in by_chapter.most_common()]),
         _grouped("condition", lambda m: {c.kind for c in m.conditions}, verdicts),
         _grouped("effect", lambda m: (m.effect.kind,), verdicts),

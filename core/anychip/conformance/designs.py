@@ -29,7 +29,7 @@ from anychip.conformance.calls import (
     stream,
     tensors_of,
 )
-from anychip.conformance.case import Case, CheckFailedError, Context
+from anychip.conformance.case import Case, CheckFailedError, Context, check_same_bits
 from anychip.conformance.choices import ENDS, NOT_FINITE, Choices
 from anychip.conformance.covering import FEW, Coverage, CoveringArray
 from anychip.conformance.formats import FORMATS
@@ -387,16 +387,23 @@ def _kept(trial: Trial, row: DesignedCall) -> int | None:
     return turns[row.turn % len(turns)]
 
 
+class OtherCall(NamedTuple):
+    """Another call: ``run`` makes it, ``check`` says afterwards what it wrote and may not write."""
+
+    run: Callable[[], Any] = tuple
+    check: Callable[[], object] = tuple
+
+
 def between(
-    run: Callable[[PlacedCall], T], placed: PlacedCall, other: Trial, context: Context,
+    run: Callable[[PlacedCall], Any], placed: PlacedCall, other: Trial, context: Context,
     row: DesignedCall,
-) -> Callable[[], T]:  # fmt: skip
-    """Runs another call, on arguments of its own or in the memory of a placed call's.
+) -> OtherCall:  # fmt: skip
+    """Another call, on arguments of its own or in the memory of a placed call's.
 
     Its own numbers come back afterwards: nothing may be kept by address, shape or strides.
     """
     layouts = set(cast("Mapping[str, Layout]", row.call.layout).values())
-    kept = _kept(other, row)
+    kept, note = _kept(other, row), " of a call with other numbers"
     changed = [index for index in range(len(placed.args)) if index != kept]
     if row.between != "in the same memory" or layouts & set(READ_ONLY_LAYOUTS):
         described, elsewhere = context.call, other.place(context)
@@ -404,20 +411,28 @@ def between(
         args = list(placed.args)
         for index in changed:
             args[index] = elsewhere.args[index]
-        return lambda: run(replace(elsewhere, args=tuple(args)))
+        ours = replace(elsewhere, args=tuple(args))
+        return OtherCall(partial(run, ours), partial(other.check_untouched, ours, note))
+    changed = [*other.written, *(index for index in changed if index not in other.written)]
     tensors, others = (
         list(tensors_of([args[index] for index in changed]))
         for args in (placed.args, other.arguments[0])
     )
+    read, left = len(list(tensors_of([placed.args[i] for i in other.written]))), list[Tensor]()
 
-    def run_in_place() -> T:
+    def run_in_place() -> Any:
         kept = [tensor.detach().clone() for tensor in tensors]
         _fill(tensors, others)
         found = run(placed)
+        left[:] = [tensor.detach().clone() for tensor in tensors[read:]]
         _fill(tensors, kept)
         return found
 
-    return run_in_place
+    def check_left() -> None:
+        names = [f"argument {number} that may not be written," for number in range(len(left))]
+        check_same_bits(names, left, others[read:], note)
+
+    return OtherCall(run_in_place, check_left)
 
 
 def _fill(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> None:

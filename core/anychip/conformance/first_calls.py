@@ -19,7 +19,7 @@ from anychip.conformance.trial import Subject, Trial
 from anychip.dispatch.operator import registered
 
 TIMES = 20
-ELEMENTS = 1 << 12
+ELEMENTS = 1 << 13
 """So many the largest argument has, of a call that can repeat a small one."""
 T = TypeVar("T", bound=Trial)
 

@@ -25,6 +25,7 @@ from anychip.conformance.calls import (
 from anychip.conformance.case import Case, CheckFailedError, Context, check
 from anychip.conformance.oracles import Oracle
 from anychip.conformance.oracles.oracle import numbers
+from anychip.conformance.oracles.reference import samples_of
 from anychip.dispatch.library import door
 from anychip.dispatch.operator import Operator
 
@@ -71,6 +72,16 @@ class Rule(NamedTuple):
     applies: Callable[[Subject, Context], object] = lambda of, context: True
     of_no_type: bool = False
     of_each_type: bool = False
+
+
+def samples_rule(check: Callable[..., None]) -> Rule:
+    """Asks for every sample of a specification. Without an oracle they are asked for anyway."""
+
+    def check_samples(context: Context, of: Subject) -> None:
+        for call in samples_of(of.operator.spec):
+            check(context, of, call=call)
+
+    return Rule("samples", check_samples, lambda of, _: of.oracle.independent, of_no_type=True)
 
 
 def rule_cases(

@@ -240,8 +240,13 @@ def test_other_numbers_are_in_the_same_memory_for_a_while_and_then_the_own_ones(
             return placed.args[0].data_ptr(), float(placed.args[0].flatten()[0])
 
         own = first(placed)
-        run = designs.between(first, placed, other, context, row)
-        seen.append((row.between, own, run(), first(placed)[1]))
+        beside = designs.between(first, placed, other, context, row)
+        seen.append((row.between, own, beside.run(), first(placed)[1]))
+        beside.check()
+        writing = designs.between(lambda p: p.args[0].fill_(7.0), placed, other, context, row)
+        writing.run()
+        with pytest.raises(CheckFailedError, match=r"written.* of a call with other numbers"):
+            writing.check()
 
     asked = designs.Asked(registered()["relu"], (torch.float32,), "operators", check)
     designs.ask(Context(HonestBackend()), asked)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from anychip.conformance.case import Case, Cases, Context
 
 _ORDER = (
-    "device", "memory", "streams", "random", "operators", "gradients", "collectives", "optimizer",
+    "device", "memory", "streams", "operators", "gradients", "random", "collectives", "optimizer",
     "zero", "pipeline", "training", "errors",
 )  # fmt: skip
 CHAPTERS: Mapping[str, Cases] = {

@@ -7,7 +7,7 @@ of several outputs, the second derivative, and that a changed saved tensor is no
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -32,7 +32,15 @@ from anychip.conformance.formats import FORMATS, Array
 from anychip.conformance.many_times import can_repeat, large_calls
 from anychip.conformance.oracles import Oracle, oracle_of
 from anychip.conformance.oracles.oracle import numbers
-from anychip.conformance.trial import AnyOperator, Rule, Subject, Trial, may_vary, rule_cases
+from anychip.conformance.trial import (
+    AnyOperator,
+    Rule,
+    Subject,
+    Trial,
+    may_vary,
+    rule_cases,
+    samples_rule,
+)
 from anychip.dispatch.operator import registered
 
 
@@ -166,7 +174,7 @@ def check_row(context: Context, of: Subject, row: designs.DesignedCall) -> None:
         for grad, lies in zip(grads, layouts, strict=True)
     ]
     leaves = trial.leaves(placed, names)
-    run_other = other_gradients(context, placed, row, trial, names)
+    run_other, check_other = other_gradients(context, placed, row, trial, names)
     with designs.stream_of(context, row.caller):
         # Before too: what it leaves behind would show in what is compared.
         before = run_other() if row.between == "in the same memory" else ()
@@ -185,6 +193,7 @@ def check_row(context: Context, of: Subject, row: designs.DesignedCall) -> None:
     compare(context, trial, of.oracle, grads, found, names=names)
     placed.check_apart(names, found)
     trial.check_untouched(placed)
+    check_other()
     labels = [f"output {number}" for number in range(len(outputs))]
     repeated = [f"{label} of a call made again" for label in labels]
     check_same_bits([*labels, *names, *repeated], left, kept, ", after another call")
@@ -199,11 +208,11 @@ def check_row(context: Context, of: Subject, row: designs.DesignedCall) -> None:
 def other_gradients(
     context: Context, placed: PlacedCall, row: designs.DesignedCall, trial: GradientTrial,
     names: Sequence[str],
-) -> Callable[[], Sequence[Tensor]]:  # fmt: skip
-    """Makes the same call with other numbers, if there is to be one, and its backward pass."""
+) -> designs.OtherCall:  # fmt: skip
+    """The same call with other numbers, if there is to be one, and its backward pass."""
     other = designs.with_other_numbers(trial, context, row)
     if other is None:
-        return tuple
+        return designs.OtherCall()
     given = [(g * 0.5).to(context.device) for g in other.output_gradients()]
 
     def gradients(placed: PlacedCall) -> Sequence[Tensor]:
@@ -496,4 +505,5 @@ RULES = (
     Rule("many-times", rule_many_times, can_repeat, of_no_type=True),
     Rule("saved", rule_saved, of_no_type=True),
     Rule("twice", rule_twice, _twice),
+    samples_rule(check_values),
 )

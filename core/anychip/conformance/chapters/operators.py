@@ -19,7 +19,15 @@ from anychip.conformance.case import Case, Context, check, check_same_bits
 from anychip.conformance.formats import FORMATS
 from anychip.conformance.many_times import can_repeat, large_calls, small_trial
 from anychip.conformance.oracles import oracle_of
-from anychip.conformance.trial import Rule, Subject, Trial, each_trial, may_vary, rule_cases
+from anychip.conformance.trial import (
+    Rule,
+    Subject,
+    Trial,
+    each_trial,
+    may_vary,
+    rule_cases,
+    samples_rule,
+)
 from anychip.dispatch.operator import registered
 
 
@@ -60,7 +68,10 @@ def check_row(context: Context, of: Subject, row: designs.DesignedCall) -> None:
     wanted = trial.expected(of.oracle)
     placed = trial.place(context)
     other = designs.with_other_numbers(trial, context, row)
-    run_other = designs.between(other.run, placed, other, context, row) if other else list[Tensor]
+    beside = designs.OtherCall()
+    if other is not None:
+        beside = designs.between(other.run, placed, other, context, row)
+    run_other = beside.run
     last = trial.place(context) if trial.written else placed
     with designs.stream_of(context, row.caller):
         # Before too: what it leaves behind would show in what is compared.
@@ -72,6 +83,7 @@ def check_row(context: Context, of: Subject, row: designs.DesignedCall) -> None:
         again = row.again(partial(trial.run_by_torch, last))
         others_again = others if trial.written else [*before, *run_other()]
     check_results(context, trial, placed, results, wanted)
+    beside.check()
     if trial.written:
         trial.check_untouched(last, ", called again")
     count = len(others)
@@ -183,4 +195,5 @@ def rule_many_times(context: Context, of: Subject) -> None:
 RULES = (
     Rule("versions", rule_versions, lambda of, _: not of.returns, of_no_type=True),
     Rule("many-times", rule_many_times, can_repeat, of_no_type=True),
+    samples_rule(check_values),
 )

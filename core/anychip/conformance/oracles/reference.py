@@ -44,17 +44,22 @@ def _widened(value: Any) -> Any:
 
 def reference_oracle(spec: OperatorSpec) -> Oracle:
     """An oracle that runs ``spec.forward`` in float64, and differentiates it for gradients."""
-    labels = [sample.label for sample in spec.samples(Draw(torch.float32, spec.name))]
-    calls = tuple(
-        Call(f"{index}.{safe(label)}", partial(_sample, spec, index=index), statistical=False)
-        for index, label in enumerate(labels)
-    )
+    calls = samples_of(spec)
     return Oracle(
         forward=partial(_forward, spec),
         backward=partial(_backward, spec) if spec.differentiable else None,
         calls=calls,
         plain=calls,
         independent=False,
+    )
+
+
+def samples_of(spec: OperatorSpec) -> tuple[Call, ...]:
+    """The calls that a specification gives as samples, whose options nothing else may have."""
+    labels = [sample.label for sample in spec.samples(Draw(torch.float32, spec.name))]
+    return tuple(
+        Call(f"{index}.{safe(label)}", partial(_sample, spec, index=index), statistical=False)
+        for index, label in enumerate(labels)
     )
 
 

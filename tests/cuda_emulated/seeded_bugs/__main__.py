@@ -43,15 +43,17 @@ class Bug:
     """One mistake; the fields are those of the tables, where a comment says what it stands for.
 
     Attributes:
+        by: what stands in place of ``replace``; empty: nothing.
+        file: where ``replace`` stands; empty: the family's kernel, or else the file that has it.
         kernel: the file of ``kernels`` that is compiled with it; empty: the family's.
     """
 
     family: str
     name: str
-    file: str
     replace: str
-    by: str
     found_by: str
+    by: str = ""
+    file: str = ""
     order: str = "forward"
     sanitizer: str = ""
     kernel: str = ""
@@ -80,7 +82,7 @@ def read_tables() -> list[Bug]:
     bugs = []
     for path in sorted(TABLES.glob("*.toml")):
         tables = tomlkit.parse(path.read_text()).unwrap()
-        usual = {key: tables.pop(key) for key in ("file", "found_by") if key in tables}
+        usual = {key: tables.pop(key) for key in ("found_by",) if key in tables}
         bugs += [Bug(family=path.stem, name=n, **usual | table) for n, table in tables.items()]
     names = [bug.name for bug in bugs]
     for name in names:
@@ -89,17 +91,19 @@ def read_tables() -> list[Bug]:
     return bugs
 
 
-def changed_source(bug: Bug) -> str:
-    """The file of ``bug`` with the mistake in it.
+def changed(bug: Bug) -> tuple[Path, str]:
+    """The file of ``bug``, and its text with the mistake in it.
 
     Raises:
         ValueError: the text to replace is not there exactly once.
     """
-    text = (ROOT / bug.file).read_text()
-    count = text.count(bug.replace)
-    if count != 1:
-        raise ValueError(f"{bug.name}: its text is in {bug.file} {count} times, and must be once")
-    return text.replace(bug.replace, bug.by)
+    own = ROOT / (bug.file or f"csrc/cuda/kernels/{bug.family}.cu")
+    others = [] if bug.file else sorted((ROOT / "csrc" / "cuda").rglob("*.*"))
+    files = [own] if bug.replace in own.read_text() else others
+    places = [path for path in files for _ in range(path.read_text().count(bug.replace))]
+    if len(places) != 1:
+        raise ValueError(f"{bug.name}: csrc/cuda has its text {len(places)} times, not once")
+    return places[0], places[0].read_text().replace(bug.replace, bug.by)
 
 
 def build(bug: Bug, build_folder: Path, work: Path) -> Path:
@@ -110,8 +114,8 @@ def build(bug: Bug, build_folder: Path, work: Path) -> Path:
     """
     copy = work / "csrc" / "cuda"
     subprocess.run(["cp", "-r", str(ROOT / "csrc" / "cuda"), str(copy.parent)], check=True)
-    target = work / bug.file
-    target.write_text(changed_source(bug))
+    path, text = changed(bug)
+    (work / path.relative_to(ROOT)).write_text(text)
     commands = json.loads((build_folder / "compile_commands.json").read_text())
     own = {path: words for path, words in map(_compilation, commands) if "/cuda/CMake" in path}
     kernel = bug.kernel or bug.family

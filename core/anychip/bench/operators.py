@@ -38,19 +38,11 @@ _NOTES = (
 
 
 def run(
-    backend: Backend,
-    *,
-    rounds: int,
-    progress: Callable[[int], None],
-    names: tuple[str, ...] = (),
-    dtype: torch.dtype = torch.float32,
-    compiled: bool = True,
-    reference: bool = True,
-    window: float = 0.1,
-    cases: Mapping[str, Make] | None = None,
-    maker: SampleMaker | None = None,
+    backend: Backend, *, rounds: int, progress: Callable[[int], None], names: tuple[str, ...] = (),
+    dtype: torch.dtype = torch.float32, compiled: bool = True, reference: bool = True,
+    window: float = 0.1, cases: Mapping[str, Make] | None = None, maker: SampleMaker | None = None,
     rotate_nbytes: int = 0,
-) -> Report:
+) -> Report:  # fmt: skip
     """Times forward, and forward with backward where there is one.
 
     Args:

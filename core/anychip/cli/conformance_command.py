@@ -106,19 +106,10 @@ def verify_command(file: Path) -> int:
 
 
 def _check(
-    *,
-    backend: str | None,
-    isolate: bool,
-    jobs: int | None,
-    limit_s: float,
-    expectations: Path | None,
-    list_only: bool,
-    json_file: Path | None,
-    html_file: Path | None,
-    junit_file: Path | None,
-    first_list: Path | None,
-    **asked: Any,
-) -> int:
+    *, backend: str | None, isolate: bool, jobs: int | None, limit_s: float,
+    expectations: Path | None, list_only: bool, json_file: Path | None, html_file: Path | None,
+    junit_file: Path | None, first_list: Path | None, **asked: Any,
+) -> int:  # fmt: skip
     """Runs the suite, and writes what was asked for."""
     if first_list is not None and first_list.exists():
         raise click.UsageError(

@@ -50,16 +50,9 @@ def command() -> None:
 @click.option("--resume", is_flag=True, help="Go on in an --out that was not finished.")
 @_JSON
 def prepare(
-    sources: tuple[str, ...],
-    out: Path,
-    tokenizer: str,
-    field: str,
-    filters: tuple[str, ...],
-    workers: int | None,
-    skip_corrupt: bool,
-    resume: bool,
-    as_json: bool,
-) -> None:
+    sources: tuple[str, ...], out: Path, tokenizer: str, field: str, filters: tuple[str, ...],
+    workers: int | None, skip_corrupt: bool, resume: bool, as_json: bool,
+) -> None:  # fmt: skip
     """Read each SOURCE once, filter it, and write its tokens for anychip train --data OUT.
 
     A SOURCE is a file of text, .jsonl, .parquet or .tar (WebDataset), packed or not, a directory or

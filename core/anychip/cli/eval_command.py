@@ -38,15 +38,9 @@ averaged_option = click.option(
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; docs/cli.md has the schema.")
 def command(
-    run: Path,
-    data: tuple[Path, ...],
-    more: tuple[Path, ...],
-    best: bool,
-    averaged: bool,
-    backend: str | None,
-    nproc: int,
-    as_json: bool,
-) -> int:
+    run: Path, data: tuple[Path, ...], more: tuple[Path, ...], best: bool, averaged: bool,
+    backend: str | None, nproc: int, as_json: bool,
+) -> int:  # fmt: skip
     """Loss, perplexity and accuracy of the RUN's last checkpoint, over every target once.
 
     On what the RUN held out (eval.files, eval.fraction), or on text files after --data. The numbers

@@ -52,17 +52,9 @@ class _Finite(click.FloatRange):
 @click.option("--backend", metavar="NAME", help="The chip that computes.  [default: the RUN's]")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; docs/cli.md has the schema.")
 def command(
-    run: Path,
-    prompts: tuple[str, ...],
-    best: bool,
-    averaged: bool,
-    max_tokens: int | None,
-    temperature: float,
-    top_p: float,
-    seed: int | None,
-    backend: str | None,
-    as_json: bool,
-) -> None:
+    run: Path, prompts: tuple[str, ...], best: bool, averaged: bool, max_tokens: int | None,
+    temperature: float, top_p: float, seed: int | None, backend: str | None, as_json: bool,
+) -> None:  # fmt: skip
     """Write on after each PROMPT, with the RUN's last checkpoint; without one after a line break.
 
     The same seed gives a prompt the same text, whichever other prompts there are.

@@ -92,21 +92,10 @@ PATH = _Path(path_type=Path)
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, for programs.")
 @click.pass_context
 def command(
-    ctx: click.Context,
-    /,
-    arguments: tuple[str, ...],
-    backend: str | None,
-    data: tuple[Path, ...],
-    model: Path | None,
-    steps: int | None,
-    nproc: int,
-    out: Path | None,
-    resume: bool,
-    compare: str | None,
-    profile: int | None,
-    lists: bool,
-    as_json: bool,
-) -> int:
+    ctx: click.Context, /, arguments: tuple[str, ...], backend: str | None, data: tuple[Path, ...],
+    model: Path | None, steps: int | None, nproc: int, out: Path | None, resume: bool,
+    compare: str | None, profile: int | None, lists: bool, as_json: bool,
+) -> int:  # fmt: skip
     """Train a language model on text; without a CONFIG a small GPT, in about a minute.
 
     Settings are tables of the CONFIG or key=value, like model.width=256; --settings lists them, and

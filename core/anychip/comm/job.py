@@ -87,19 +87,11 @@ class Job(contract.Job):
     """
 
     def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        store: Store,
-        *,
+        self, rank: int, world_size: int, store: Store, *,
         news: Callable[[Callable[[Failure], None], Callable[[str], None]], Any],
-        connect: Callable[[Store], Any],
-        timeout_s: float,
-        heartbeat_s: float = 30.0,
-        check: Check = "always",
-        flight_record: Path | None = None,
-        generation: int = 0,
-    ) -> None:
+        connect: Callable[[Store], Any], timeout_s: float, heartbeat_s: float = 30.0,
+        check: Check = "always", flight_record: Path | None = None, generation: int = 0,
+    ) -> None:  # fmt: skip
         self.rank, self.world_size, self.store = rank, world_size, store
         self.timeout_s = timeout_s
         self.check: Check = check

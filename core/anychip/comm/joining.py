@@ -48,16 +48,10 @@ class Launched(NamedTuple):
 
 
 def rendezvous(
-    launched: Callable[[], Launched | None],
-    *,
-    timeout_s: float,
-    is_one_machine: bool,
-    interface: str | None,
-    secret: bytes,
-    flight_record: Path | None,
-    host_transport: HostTransport | None,
-    given: tuple[Store, int, int] | None = None,
-) -> Rendezvous | None:
+    launched: Callable[[], Launched | None], *, timeout_s: float, is_one_machine: bool,
+    interface: str | None, secret: bytes, flight_record: Path | None,
+    host_transport: HostTransport | None, given: tuple[Store, int, int] | None = None,
+) -> Rendezvous | None:  # fmt: skip
     """This process's place in a job, or None when it is alone.
 
     Args:

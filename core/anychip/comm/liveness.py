@@ -84,18 +84,10 @@ class Liveness:
     """
 
     def __init__(
-        self,
-        store: Store,
-        rank: int,
-        world_size: int,
-        *,
-        address: str,
-        secret: bytes,
-        heartbeat_s: float,
-        progress_s: float,
-        on_failure: Callable[[Failure], None],
+        self, store: Store, rank: int, world_size: int, *, address: str, secret: bytes,
+        heartbeat_s: float, progress_s: float, on_failure: Callable[[Failure], None],
         on_question: Callable[[str], None],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.rank, self.world_size = rank, world_size
         self._secret, self.progress_s = secret, max(progress_s, heartbeat_s)
         self._interval = min(1.0, heartbeat_s / 5)

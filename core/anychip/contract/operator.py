@@ -296,15 +296,9 @@ class OperatorTable:
         return self._add(operator, "backward", conditions)
 
     def pair(
-        self,
-        operator: str,
-        *,
-        forward: Function,
-        backward: Function,
-        num_residuals: int,
-        fake_residuals: Function,
-        **conditions: Any,
-    ) -> None:
+        self, operator: str, *, forward: Function, backward: Function, num_residuals: int,
+        fake_residuals: Function, **conditions: Any,
+    ) -> None:  # fmt: skip
         """Adds a *paired* row: residuals of its own, chosen for both directions or for neither."""
         pair = Pair(backward, num_residuals, fake_residuals)
         self._add(operator, "forward", {**conditions, "paired": pair})(forward)

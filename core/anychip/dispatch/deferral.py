@@ -109,15 +109,9 @@ def deferring() -> Iterator[Deferred]:
 
 
 def backward(
-    ctx: Any,
-    first: int,
-    gradient: Any,
-    pair: Any,
-    grads: Sequence[Tensor],
-    kept: Sequence[Tensor | None],
-    attrs: Mapping[str, Any],
-    needs: tuple[bool, ...],
-) -> Sequence[Tensor | None]:
+    ctx: Any, first: int, gradient: Any, pair: Any, grads: Sequence[Tensor],
+    kept: Sequence[Tensor | None], attrs: Mapping[str, Any], needs: tuple[bool, ...],
+) -> Sequence[Tensor | None]:  # fmt: skip
     """The gradients that are asked for, with None for what this thread puts off.
 
     Args:

@@ -34,16 +34,9 @@ def _for_torch(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: 
 
 
 def _for_transformers(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    **rest: Any,
-) -> tuple[Tensor, None] | str:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None, **rest: Any,
+) -> tuple[Tensor, None] | str:  # fmt: skip
     """Its sdpa, which is not run: that, and a mode around it, take as long as the operator's call.
 
     As in its flash attention, the result of a token that a causal mask hides from all is 0.
@@ -113,17 +106,10 @@ class _Interface:
 
 
 def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    *,
-    pads: bool,
-) -> Tensor | str:
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
+    enable_gqa: bool = False, *, pads: bool,
+) -> Tensor | str:  # fmt: skip
     """torch's function of the same arguments, (B, H, S, D); or why no operator computes it.
 
     With dropout it is ``ops.attention_dropout``. Its seed is one draw of torch's default generator

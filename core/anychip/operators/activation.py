@@ -54,15 +54,9 @@ def _rounded_once(
 
 
 def _unary(
-    name: str,
-    value: Callable[..., Tensor],
-    gradient: Callable[..., Tensor],
-    *,
-    flops: int,
-    attrs: str = "",
-    forms: Sequence[Mapping[str, Any]] = ({},),
-    **rest: Any,
-) -> OperatorSpec:
+    name: str, value: Callable[..., Tensor], gradient: Callable[..., Tensor], *, flops: int,
+    attrs: str = "", forms: Sequence[Mapping[str, Any]] = ({},), **rest: Any,
+) -> OperatorSpec:  # fmt: skip
     forward, backward = _rounded_once(value, gradient)
     return OperatorSpec(
         name=name, signature=f"(Tensor x{attrs}) -> Tensor", forward=forward, backward=backward,
@@ -263,16 +257,10 @@ def _gated_directions(
 
 
 def _gated(
-    name: str,
-    value: Callable[..., Tensor],
-    slope: Callable[..., Tensor],
-    *,
-    flops: tuple[int, int],
-    check: Callable[..., None] = lambda gate: None,
-    attrs: str = "",
-    forms: Sequence[Mapping[str, Any]] = ({},),
-    **rest: Any,
-) -> OperatorSpec:
+    name: str, value: Callable[..., Tensor], slope: Callable[..., Tensor], *,
+    flops: tuple[int, int], check: Callable[..., None] = lambda gate: None, attrs: str = "",
+    forms: Sequence[Mapping[str, Any]] = ({},), **rest: Any,
+) -> OperatorSpec:  # fmt: skip
     """An activation times what it lets through; ``flops`` of an element, forward and backward."""
     forward, backward = _gated_directions(value, slope)
 

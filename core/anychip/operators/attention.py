@@ -90,16 +90,9 @@ def attend(
 
 
 def attend_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    y: Tensor,
-    lse: Tensor,
-    hidden: Tensor | None,
-    scale: float | None,
-    factor: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, hidden: Tensor | None,
+    scale: float | None, factor: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v in their dtypes; arguments as of :func:`attend`."""
     heads, kv_heads = q.shape[2], k.shape[2]
     slope, scores = grad.float(), masked_scores(q, k, hidden, scale)[0]
@@ -292,50 +285,25 @@ def _factor(
 
 
 def _dropout_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rng: Tensor,
-    *index: Index,
-    p: float,
-    causal: bool,
-    scale: float | None,
-    **sizes: int,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, rng: Tensor, *index: Index, p: float, causal: bool,
+    scale: float | None, **sizes: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     factor = _factor(q, k, rng, *index, p=p, **sizes)
     return attend(q, k, v, hidden_keys(q, k, causal), scale, factor)
 
 
 def _dropout_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    y: Tensor,
-    lse: Tensor,
-    rng: Tensor,
-    *index: Index,
-    p: float,
-    causal: bool,
-    scale: float | None,
-    needs: Needs,
-    **sizes: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, rng: Tensor,
+    *index: Index, p: float, causal: bool, scale: float | None, needs: Needs, **sizes: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     hidden, factor = hidden_keys(q, k, causal), _factor(q, k, rng, *index, p=p, **sizes)
     return attend_backward(grad, q, k, v, y, lse, hidden, scale, factor)
 
 
 def _dropout_check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rng: Tensor,
-    *index: Index,
-    p: float,
-    causal: bool,
-    scale: float | None,
-    **sizes: int,
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, rng: Tensor, *index: Index, p: float, causal: bool,
+    scale: float | None, **sizes: int,
+) -> None:  # fmt: skip
     _attention_check(q, k, v)
     check_rng(rng, p)
     extents = {"batch": q.shape[0], "head": q.shape[2], "query": q.shape[1], "key": k.shape[1]}

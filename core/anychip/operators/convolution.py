@@ -69,15 +69,9 @@ def _product(x: Tensor, weight: Tensor, stride: PerDim, dilation: PerDim, groups
 
 
 def _conv2d_forward(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    stride: PerDim,
-    padding: PerDim,
-    dilation: PerDim,
-    groups: int,
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, stride: PerDim, padding: PerDim,
+    dilation: PerDim, groups: int,
+) -> Tensor:  # fmt: skip
     y = _product(_padded(x, padding), weight.float(), stride, dilation, groups)
     if bias is not None:
         y = y + bias.float()[:, None, None]
@@ -85,16 +79,9 @@ def _conv2d_forward(
 
 
 def _conv2d_backward(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    *,
-    stride: PerDim,
-    padding: PerDim,
-    dilation: PerDim,
-    groups: int,
-    needs: Needs,
-) -> Gradients:
+    grad: Tensor, x: Tensor, weight: Tensor, *, stride: PerDim, padding: PerDim, dilation: PerDim,
+    groups: int, needs: Needs,
+) -> Gradients:  # fmt: skip
     wide = grad.float()
     dx = dweight = dbias = None
     if needs[0]:

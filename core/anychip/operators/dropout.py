@@ -128,31 +128,18 @@ dropout = OperatorSpec(
 
 
 def _add_forward(
-    x: Tensor,
-    residual: Tensor,
-    rng: Tensor,
-    bias: Tensor | None,
-    rows: Tensor | None = None,
-    *,
-    p: float,
-    width: int = 0,
-    column: int = 0,
-) -> Tensor:
+    x: Tensor, residual: Tensor, rng: Tensor, bias: Tensor | None, rows: Tensor | None = None, *,
+    p: float, width: int = 0, column: int = 0,
+) -> Tensor:  # fmt: skip
     inner = x.float() if bias is None else x.float() + bias.float()
     total = residual.float() + _dropped(inner, rng, rows, p, width, column)
     return total.to(residual.dtype).contiguous()
 
 
 def _add_backward(
-    grad: Tensor,
-    rng: Tensor,
-    rows: Tensor | None = None,
-    *,
-    p: float,
-    width: int = 0,
-    column: int = 0,
-    needs: tuple[bool, bool, bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    grad: Tensor, rng: Tensor, rows: Tensor | None = None, *, p: float, width: int = 0,
+    column: int = 0, needs: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     dropped = _dropped(grad, rng, rows, p, width, column) if needs[0] or needs[2] else None
     dx = dresidual = dbias = None
     if dropped is not None and needs[0]:

@@ -72,17 +72,9 @@ def _forward(norm: OperatorSpec) -> Function:
 
 def _backward(norm: OperatorSpec) -> Function:
     def backward(
-        grad: Tensor,
-        dtotal: Tensor,
-        total: Tensor,
-        weight: Tensor,
-        rng: Tensor,
-        rows: Tensor | None,
-        *kept: Tensor,
-        p: float,
-        eps: float,
-        needs: Needs,
-    ) -> tuple[Tensor | None, ...]:
+        grad: Tensor, dtotal: Tensor, total: Tensor, weight: Tensor, rng: Tensor,
+        rows: Tensor | None, *kept: Tensor, p: float, eps: float, needs: Needs,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
         assert norm.backward is not None
         inner = (needs[0] or needs[1], *needs[2:])
         dnorm, *rest = norm.backward(grad, total.float(), weight, *kept, eps=eps, needs=inner)

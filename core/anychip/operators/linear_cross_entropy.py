@@ -49,15 +49,9 @@ def chunks(num_rows: int, num_classes: int) -> Iterator[slice]:
 
 
 def _forward(
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    *,
-    ignore_index: int,
-    reduction: str,
-    **options: float,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *, ignore_index: int,
+    reduction: str, **options: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     check_targets("linear_cross_entropy", target, weight.shape[0], ignore_index)
     rows, labels, wide = x.reshape(target.numel(), x.shape[-1]), target.reshape(-1), weight.float()
     losses, lses = [], []
@@ -82,18 +76,9 @@ def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _backward(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    lse: Tensor,
-    *,
-    ignore_index: int,
-    reduction: str,
-    needs: tuple[bool, bool, bool],
-    **options: float,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    grad: Tensor, x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, lse: Tensor, *,
+    ignore_index: int, reduction: str, needs: tuple[bool, bool, bool], **options: float,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     labels = target.reshape(-1)
     slope = grad / (labels != ignore_index).sum() if reduction == "mean" else grad
     slope, lse = slope.expand(target.shape).reshape(-1), lse.reshape(-1)
@@ -269,18 +254,9 @@ def _places(labels: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _partials_backward(
-    grad_lse: Tensor,
-    grad_picked: Tensor,
-    grad_total: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    lse: Tensor,
-    *,
-    first: int,
-    needs: tuple[bool, bool, bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    grad_lse: Tensor, grad_picked: Tensor, grad_total: Tensor, x: Tensor, weight: Tensor,
+    target: Tensor, bias: Tensor | None, lse: Tensor, *, first: int, needs: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     labels = target.reshape(-1)
     per_row = [t.reshape(-1) for t in (grad_lse, grad_picked, grad_total, lse)]
 

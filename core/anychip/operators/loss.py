@@ -70,17 +70,9 @@ def check_targets(operator: str, target: Tensor, num_classes: int, ignore_index:
 
 
 def cross_entropy_backward(
-    grad: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    *,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    reduction: str,
-    needs: tuple[bool],
-) -> tuple[Tensor]:
+    grad: Tensor, logits: Tensor, target: Tensor, lse: Tensor, *, ignore_index: int,
+    label_smoothing: float, z_loss: float, reduction: str, needs: tuple[bool],
+) -> tuple[Tensor]:  # fmt: skip
     """The gradient of the logits, in their dtype."""
     valid = target != ignore_index
     probability = torch.exp(logits.float() - lse.unsqueeze(-1))

@@ -221,16 +221,9 @@ def _group_forward(
 
 
 def _group_backward(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    *,
-    num_groups: int,
-    eps: float,
-    needs: Needs,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, *, num_groups: int,
+    eps: float, needs: Needs,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     normed = (_grouped(x, num_groups) - mean.unsqueeze(-1)) * rstd.unsqueeze(-1)
     dx = dweight = dbias = None
     if needs[0]:

@@ -70,16 +70,9 @@ def refuse_no_packing(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: 
 
 
 def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    *,
-    causal: bool,
-    scale: float | None,
-    out_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *, causal: bool,
+    scale: float | None, out_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     refuse_no_packing(q, k, cu_seqlens_q, cu_seqlens_k)
     hidden, q = _hidden(q, k, cu_seqlens_q, cu_seqlens_k, causal), _unpadded(q, cu_seqlens_q)
     k, v = (_unpadded(t, cu_seqlens_k) for t in (k, v))
@@ -106,15 +99,9 @@ def _fake(
 
 
 def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    *,
-    out_dtype: torch.dtype | None,
-    **_: object,
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *,
+    out_dtype: torch.dtype | None, **_: object,
+) -> None:  # fmt: skip
     shapes = f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 3:
         raise ValueError(f"q, k and v must be (tokens, heads, head_dim); {shapes}")

@@ -126,16 +126,9 @@ def dropout(
 
 @operator(operators.bias_dropout_add)
 def bias_dropout_add(
-    x: Tensor,
-    residual: Tensor,
-    rng: Tensor,
-    bias: Tensor | None = None,
-    rows: Tensor | None = None,
-    *,
-    p: float = 0.5,
-    width: int = 0,
-    column: int = 0,
-) -> Tensor:
+    x: Tensor, residual: Tensor, rng: Tensor, bias: Tensor | None = None,
+    rows: Tensor | None = None, *, p: float = 0.5, width: int = 0, column: int = 0,
+) -> Tensor:  # fmt: skip
     """``residual + dropout(x + bias, rng, p)`` in residual's dtype, rounded once.
 
     Args:

@@ -97,22 +97,11 @@ def attention(
 
 @operator(operators.attention_dropout)
 def attention_dropout(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rng: Tensor,
-    batch_index: Tensor | None = None,
-    head_index: Tensor | None = None,
-    query_index: Tensor | None = None,
-    key_index: Tensor | None = None,
-    *,
-    p: float = 0.5,
-    causal: bool = False,
-    scale: float | None = None,
-    heads: int = 0,
-    queries: int = 0,
-    keys: int = 0,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, rng: Tensor, batch_index: Tensor | None = None,
+    head_index: Tensor | None = None, query_index: Tensor | None = None,
+    key_index: Tensor | None = None, *, p: float = 0.5, causal: bool = False,
+    scale: float | None = None, heads: int = 0, queries: int = 0, keys: int = 0,
+) -> Tensor:  # fmt: skip
     """Attention whose normalised weights go through dropout before they meet the values.
 
     The mask is that of :func:`dropout` over a contiguous (B, H, Sq, Sk) tensor of weights, hidden
@@ -136,16 +125,9 @@ def attention_dropout(
 
 @operator(operators.attention_varlen)
 def attention_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *,
+    causal: bool = False, scale: float | None = None, out_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
     """Attention within each of several sequences that are packed one after the other.
 
     Args:

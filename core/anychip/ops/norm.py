@@ -101,15 +101,9 @@ def add_layer_norm(
 
 @operator(operators.dropout_add_rms_norm)
 def dropout_add_rms_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    rng: Tensor,
-    rows: Tensor | None = None,
-    *,
-    p: float = 0.5,
-    eps: float = 1e-6,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, residual: Tensor, weight: Tensor, rng: Tensor, rows: Tensor | None = None, *,
+    p: float = 0.5, eps: float = 1e-6,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """RMS norm of the sum ``residual + dropout(x)``, and the sum itself for the next block.
 
     The sum is that of :func:`bias_dropout_add`, rounded to residual's dtype; what is normed is the
@@ -134,16 +128,9 @@ def dropout_add_rms_norm(
 
 @operator(operators.dropout_add_layer_norm)
 def dropout_add_layer_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    rng: Tensor,
-    bias: Tensor | None = None,
-    rows: Tensor | None = None,
-    *,
-    p: float = 0.5,
-    eps: float = 1e-5,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, residual: Tensor, weight: Tensor, rng: Tensor, bias: Tensor | None = None,
+    rows: Tensor | None = None, *, p: float = 0.5, eps: float = 1e-5,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Layer norm of the sum ``residual + dropout(x)``, and the sum itself for the next block.
 
     The sum is that of :func:`bias_dropout_add`, rounded to residual's dtype; what is normed is the

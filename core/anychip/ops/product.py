@@ -67,15 +67,9 @@ def conv1d(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 @operator(operators.conv2d)
 def conv2d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    stride: int | Sequence[int] = 1,
-    padding: int | Sequence[int] = 0,
-    dilation: int | Sequence[int] = 1,
-    groups: int = 1,
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0, dilation: int | Sequence[int] = 1, groups: int = 1,
+) -> Tensor:  # fmt: skip
     """Convolution over two dims, as ``torch.nn.functional.conv2d``; a pad is a number of zeros.
 
     Args:
@@ -122,16 +116,10 @@ def cross_entropy(
 
 @operator(operators.linear_cross_entropy)
 def linear_cross_entropy(
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, *,
+    ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
     reduction: Literal["mean", "sum", "none"] = "mean",
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """``cross_entropy(linear(x, weight, bias), target)`` that never holds the logits of all rows.
 
     The logits are float32, also for 16-bit arguments.

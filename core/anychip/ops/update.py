@@ -47,22 +47,12 @@ def unscale_and_check(grads: Sequence[Tensor], scale: Tensor, found_inf: Tensor)
 
 @operator(operators.adamw)
 def adamw(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    lr: Tensor,
-    step: Tensor,
-    scale: Tensor | None = None,
-    clip: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    low_precision: Sequence[Tensor] | None = None,
-    *,
-    beta1: float = 0.9,
-    beta2: float = 0.999,
-    eps: float = 1e-8,
-    weight_decay: float = 0.01,
-) -> None:
+    params: Sequence[Tensor], grads: Sequence[Tensor], exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor], lr: Tensor, step: Tensor, scale: Tensor | None = None,
+    clip: Tensor | None = None, found_inf: Tensor | None = None,
+    low_precision: Sequence[Tensor] | None = None, *, beta1: float = 0.9, beta2: float = 0.999,
+    eps: float = 1e-8, weight_decay: float = 0.01,
+) -> None:  # fmt: skip
     """One AdamW step over lists of tensors, in place and in one pass.
 
     Args:
@@ -84,24 +74,13 @@ def adamw(
 
 @operator(operators.adamw_8bit)
 def adamw_8bit(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_scales: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    exp_avg_sq_scales: Sequence[Tensor],
-    lr: Tensor,
-    step: Tensor,
-    scale: Tensor | None = None,
-    clip: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    low_precision: Sequence[Tensor] | None = None,
-    *,
-    beta1: float = 0.9,
-    beta2: float = 0.999,
-    eps: float = 1e-8,
-    weight_decay: float = 0.01,
-) -> None:
+    params: Sequence[Tensor], grads: Sequence[Tensor], exp_avgs: Sequence[Tensor],
+    exp_avg_scales: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor],
+    exp_avg_sq_scales: Sequence[Tensor], lr: Tensor, step: Tensor, scale: Tensor | None = None,
+    clip: Tensor | None = None, found_inf: Tensor | None = None,
+    low_precision: Sequence[Tensor] | None = None, *, beta1: float = 0.9, beta2: float = 0.999,
+    eps: float = 1e-8, weight_decay: float = 0.01,
+) -> None:  # fmt: skip
     """:func:`adamw` with both averages in 8 bits, decoded and encoded in the same pass.
 
     The parameters move by the averages before they are rounded. A number that is not finite
@@ -124,21 +103,12 @@ def adamw_8bit(
 
 @operator(operators.sgd)
 def sgd(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    momentum_buffers: Sequence[Tensor],
-    lr: Tensor,
-    step: Tensor,
-    scale: Tensor | None = None,
-    clip: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    low_precision: Sequence[Tensor] | None = None,
-    *,
-    momentum: float = 0.0,
-    nesterov: bool = False,
-    weight_decay: float = 0.0,
+    params: Sequence[Tensor], grads: Sequence[Tensor], momentum_buffers: Sequence[Tensor],
+    lr: Tensor, step: Tensor, scale: Tensor | None = None, clip: Tensor | None = None,
+    found_inf: Tensor | None = None, low_precision: Sequence[Tensor] | None = None, *,
+    momentum: float = 0.0, nesterov: bool = False, weight_decay: float = 0.0,
     decoupled: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """One step of gradient descent over lists of tensors, in place; as torch.optim.SGD.
 
     Args:
@@ -154,20 +124,11 @@ def sgd(
 
 @operator(operators.lion)
 def lion(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    lr: Tensor,
-    step: Tensor,
-    scale: Tensor | None = None,
-    clip: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    low_precision: Sequence[Tensor] | None = None,
-    *,
-    beta1: float = 0.9,
-    beta2: float = 0.99,
-    weight_decay: float = 0.0,
-) -> None:
+    params: Sequence[Tensor], grads: Sequence[Tensor], exp_avgs: Sequence[Tensor], lr: Tensor,
+    step: Tensor, scale: Tensor | None = None, clip: Tensor | None = None,
+    found_inf: Tensor | None = None, low_precision: Sequence[Tensor] | None = None, *,
+    beta1: float = 0.9, beta2: float = 0.99, weight_decay: float = 0.0,
+) -> None:  # fmt: skip
     """One Lion step over lists of tensors, in place: each element moves by lr, or not at all.
 
     Args:
@@ -181,19 +142,11 @@ def lion(
 
 @operator(operators.lamb_sums_of_squares)
 def lamb_sums_of_squares(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    step: Tensor,
-    scale: Tensor | None = None,
-    clip: Tensor | None = None,
-    *,
-    beta1: float = 0.9,
-    beta2: float = 0.999,
-    eps: float = 1e-6,
+    params: Sequence[Tensor], grads: Sequence[Tensor], exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor], step: Tensor, scale: Tensor | None = None,
+    clip: Tensor | None = None, *, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-6,
     weight_decay: float = 0.01,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Sums of squares of parameters (row 0) and of LAMB's steps (row 1); nothing is written.
 
     Args:
@@ -209,23 +162,12 @@ def lamb_sums_of_squares(
 
 @operator(operators.lamb)
 def lamb(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    lr: Tensor,
-    step: Tensor,
-    scale: Tensor | None = None,
-    clip: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    low_precision: Sequence[Tensor] | None = None,
-    trust: Tensor | None = None,
-    *,
-    beta1: float = 0.9,
-    beta2: float = 0.999,
-    eps: float = 1e-6,
-    weight_decay: float = 0.01,
-) -> None:
+    params: Sequence[Tensor], grads: Sequence[Tensor], exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor], lr: Tensor, step: Tensor, scale: Tensor | None = None,
+    clip: Tensor | None = None, found_inf: Tensor | None = None,
+    low_precision: Sequence[Tensor] | None = None, trust: Tensor | None = None, *,
+    beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-6, weight_decay: float = 0.01,
+) -> None:  # fmt: skip
     """One LAMB step over lists of tensors, in place: AdamW's step times ``||w|| / ||u||``.
 
     Args:

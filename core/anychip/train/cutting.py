@@ -362,15 +362,9 @@ def _by_units(stages: Sequence[StagePlan], *, is_split: bool) -> int:
 
 
 def _stage(
-    config: Config,
-    model: Draft,
-    number: int,
-    module: nn.Module,
-    layers: Sequence[range],
-    schedule: parallel.Schedule,
-    replicas: int,
-    policy: PrecisionPolicy,
-) -> StagePlan:
+    config: Config, model: Draft, number: int, module: nn.Module, layers: Sequence[range],
+    schedule: parallel.Schedule, replicas: int, policy: PrecisionPolicy,
+) -> StagePlan:  # fmt: skip
     decay = config.optimizer.weight_decay
     groups = [group["params"] for group in models.parameter_groups(module, decay)]
     rule, zero_stage = rule_of(config), config.optimizer.stage

@@ -43,15 +43,9 @@ class Source(Protocol):
 
 
 def load(
-    path: Path,
-    open_source: Callable[[Held], Source],
-    *,
-    model: nn.Module,
-    optimizer: Stateful,
-    names: Names | None,
-    comm: Communicator | None,
-    weights_only: bool,
-) -> int:
+    path: Path, open_source: Callable[[Held], Source], *, model: nn.Module, optimizer: Stateful,
+    names: Names | None, comm: Communicator | None, weights_only: bool,
+) -> int:  # fmt: skip
     """Loads what a source has into what is given. With several ranks a collective call.
 
     Returns:

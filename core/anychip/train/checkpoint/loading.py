@@ -112,16 +112,10 @@ class _Targets(NamedTuple):
 
 
 def resume(
-    directory: str | Path,
-    *,
-    model: nn.Module,
-    optimizer: Stateful,
-    data: Stateful | None = None,
-    names: Names | None = None,
-    comm: Communicator | None = None,
-    weights_only: bool = False,
+    directory: str | Path, *, model: nn.Module, optimizer: Stateful, data: Stateful | None = None,
+    names: Names | None = None, comm: Communicator | None = None, weights_only: bool = False,
     averaged: bool = False,
-) -> State:
+) -> State:  # fmt: skip
     """Loads the checkpoint in a directory, if there is one, into what is given.
 
     With several ranks a collective call: each reads what it needs of the same files, and all load

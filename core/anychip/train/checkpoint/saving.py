@@ -24,18 +24,11 @@ from anychip.train.checkpoint.publishing import Saving
 
 
 def save(
-    directory: str | Path,
-    *,
-    step: int,
-    model: nn.Module,
-    optimizer: Stateful,
-    data: Stateful | None = None,
-    extra: Mapping[str, Any] | None = None,
-    names: Names | None = None,
-    comm: Communicator | None = None,
-    keep: int = 1,
+    directory: str | Path, *, step: int, model: nn.Module, optimizer: Stateful,
+    data: Stateful | None = None, extra: Mapping[str, Any] | None = None,
+    names: Names | None = None, comm: Communicator | None = None, keep: int = 1,
     saver: Saver | None = None,
-) -> Path:
+) -> Path:  # fmt: skip
     """Replaces the checkpoint in a directory and returns its folder.
 
     The states of torch's generators (the host's, and that of the model's device) and of Python's

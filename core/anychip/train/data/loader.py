@@ -144,22 +144,12 @@ class Loader:
     """
 
     def __init__(
-        self,
-        tokens: Tensor | TokenRow | Mixture,
-        *,
-        context: int,
-        batch_size: int,
-        seed: int = 0,
-        device: torch.device | str = HOST,
-        num_batches: int | None = None,
-        rank: int = 0,
-        world_size: int = 1,
-        tokenizer: Tokenizer | None = None,
-        cross_document_targets: bool = True,
-        shuffle_buffer: int = 0,
-        prefetch: int = 0,
+        self, tokens: Tensor | TokenRow | Mixture, *, context: int, batch_size: int, seed: int = 0,
+        device: torch.device | str = HOST, num_batches: int | None = None, rank: int = 0,
+        world_size: int = 1, tokenizer: Tokenizer | None = None,
+        cross_document_targets: bool = True, shuffle_buffer: int = 0, prefetch: int = 0,
         pin: Callable[[int], Tensor] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         _at_least(1, context=context, batch_size=batch_size, world_size=world_size)
         _at_least(0, seed=seed, rank=rank, prefetch=prefetch, shuffle_buffer=shuffle_buffer)
         if rank >= world_size:

@@ -48,16 +48,9 @@ class Order:
     """
 
     def __init__(
-        self,
-        num_tokens: int,
-        is_whole: bool = True,
-        *,
-        context: int,
-        seed: int,
-        shuffle_buffer: int = 0,
-        buffer: int = BUFFER,
-        run: int = _RUN,
-    ) -> None:
+        self, num_tokens: int, is_whole: bool = True, *, context: int, seed: int,
+        shuffle_buffer: int = 0, buffer: int = BUFFER, run: int = _RUN,
+    ) -> None:  # fmt: skip
         assert buffer % run == 0
         self.context, self.seed, self.shuffle_buffer = context, seed, shuffle_buffer
         self.buffer, self.run = buffer, run

@@ -76,16 +76,10 @@ class FlatGradients:
     """
 
     def __init__(
-        self,
-        params: Sequence[Tensor],
-        layout: Layout,
-        exchange: Exchange,
-        partition: Partition,
-        dtype: torch.dtype,
-        reduction: GradientReduction,
-        tiers: Tiers | None = None,
+        self, params: Sequence[Tensor], layout: Layout, exchange: Exchange, partition: Partition,
+        dtype: torch.dtype, reduction: GradientReduction, tiers: Tiers | None = None,
         cuts: Sequence[int] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.params, self.layout, self.exchange = list(params), layout, exchange
         self.partition, self.dtype = partition, dtype
         self.reduction: GradientReduction = reduction

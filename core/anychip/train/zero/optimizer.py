@@ -115,20 +115,12 @@ class Optimizer(torch.optim.Optimizer):
     """
 
     def __init__(
-        self,
-        model: nn.Module | Iterable[Tensor] | Iterable[dict[str, Any]],
-        rule: Rule,
-        comm: Communicator,
-        *,
-        stage: int = 0,
-        precision: PrecisionPolicy | None = None,
-        bucket_nbytes: int | None = None,
-        reduction: GradientReduction = "avg",
-        model_comm: Communicator | None = None,
-        duplicates: Collection[Tensor] = (),
-        module: nn.Module | None = None,
-        **how: Unpack[ShardingOptions],
-    ) -> None:
+        self, model: nn.Module | Iterable[Tensor] | Iterable[dict[str, Any]], rule: Rule,
+        comm: Communicator, *, stage: int = 0, precision: PrecisionPolicy | None = None,
+        bucket_nbytes: int | None = None, reduction: GradientReduction = "avg",
+        model_comm: Communicator | None = None, duplicates: Collection[Tensor] = (),
+        module: nn.Module | None = None, **how: Unpack[ShardingOptions],
+    ) -> None:  # fmt: skip
         checks.check_names(how, ShardingOptions.__annotations__)
         checks.check_arguments(stage, bucket_nbytes, reduction, rule, how)
         self.rule, self.comm, self.stage, self.precision = rule, comm, stage, precision

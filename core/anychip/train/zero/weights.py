@@ -64,15 +64,9 @@ class FlatWeights:
     """
 
     def __init__(
-        self,
-        params: Sequence[Tensor],
-        names: Sequence[str],
-        layout: Layout,
-        exchange: Exchange,
-        partition: Partition,
-        dtype: torch.dtype | None = None,
-        tiers: Tiers | None = None,
-    ) -> None:
+        self, params: Sequence[Tensor], names: Sequence[str], layout: Layout, exchange: Exchange,
+        partition: Partition, dtype: torch.dtype | None = None, tiers: Tiers | None = None,
+    ) -> None:  # fmt: skip
         self.params, self.names, self.layout = list(params), list(names), layout
         self.exchange, self.partition = exchange, partition
         full = self._rank_0s_values()

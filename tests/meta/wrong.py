@@ -15,6 +15,7 @@ from anychip.operators import all_specs
 from tests.meta.honest import HonestBackend, HonestRows, Row, make_table, reference_rows
 
 Change = Callable[..., Any]
+Attr = Any
 Call = Callable[..., Any]
 
 
@@ -155,6 +156,8 @@ def wrong_arguments(
 
 
 wrong_gradients = partial(wrong_arguments, direction="backward")
+wrong = partial(wrong_row, chapter="operators")
+wrong_backward = partial(wrong_row, chapter="gradients", direction="backward")
 
 
 def times(x: torch.Tensor, index: Any, factor: float = 0.0) -> torch.Tensor:

@@ -8,12 +8,9 @@ from torch import Tensor
 
 from anychip import operators
 from tests.meta.honest import Row
-from tests.meta.wrong import Wrong, wrong_arguments, wrong_gradients, wrong_row
+from tests.meta.wrong import Attr, Wrong, wrong, wrong_arguments, wrong_backward, wrong_gradients
 
-wrong = partial(wrong_row, chapter="operators")
-wrong_backward = partial(wrong_row, chapter="gradients", direction="backward")
 wrong_bias = partial(wrong_backward, operator="softmax")
-Attr = Any
 
 
 @wrong("causal-from-the-first-key", "mask aligned at the wrong end", operator="attention")

@@ -2,19 +2,15 @@
 
 import itertools
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tests.meta.honest import Row
-from tests.meta.wrong import wrong_arguments, wrong_gradients, wrong_row
+from tests.meta.wrong import Attr, wrong, wrong_arguments, wrong_backward, wrong_gradients
 from tests.unit.conformance.lower_precision import tf32
 
-wrong = partial(wrong_row, chapter="operators")
-wrong_backward = partial(wrong_row, chapter="gradients", direction="backward")
-Attr = Any
 HALF = frozenset({torch.float16})
 
 

@@ -1,18 +1,14 @@
 """Wrong backends whose mistake is in quantize, dequantize, hadamard or top_k."""
 
 import math
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tests.meta.honest import Row
-from tests.meta.wrong import wrong_arguments, wrong_gradients, wrong_row
+from tests.meta.wrong import Attr, wrong, wrong_arguments, wrong_gradients
 
-wrong = partial(wrong_row, chapter="operators")
-wrong_backward = partial(wrong_row, chapter="gradients", direction="backward")
-Attr = Any
 NIBBLES = ("int4", "nf4", "mx_e2m1")
 
 

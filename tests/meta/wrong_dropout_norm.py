@@ -1,6 +1,5 @@
 """Wrong backends whose mistake is in dropout_add_rms_norm or dropout_add_layer_norm."""
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -8,11 +7,7 @@ from torch import Tensor
 
 from anychip import operators
 from tests.meta.honest import Row
-from tests.meta.wrong import wrong_arguments, wrong_gradients, wrong_row
-
-wrong = partial(wrong_row, chapter="operators")
-wrong_backward = partial(wrong_row, chapter="gradients", direction="backward")
-Attr = Any
+from tests.meta.wrong import Attr, wrong, wrong_arguments, wrong_backward, wrong_gradients
 
 
 @wrong("norm-of-the-undropped-sum", "two ways to the same number", operator="dropout_add_rms_norm")

@@ -1,16 +1,14 @@
 """Wrong backends that the gradients chapter has to find."""
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tests.meta.honest import Row
-from tests.meta.wrong import wrong_gradients, wrong_row
+from tests.meta.wrong import Attr, wrong_gradients
+from tests.meta.wrong import wrong_backward as wrong
 
-wrong = partial(wrong_row, chapter="gradients", direction="backward")
-Attr = Any
 Grads = tuple[Tensor | None, ...]
 
 

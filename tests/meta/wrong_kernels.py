@@ -6,18 +6,14 @@ other; views as models make them. Few of them were found by the suite as it was 
 
 import time
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tests.meta.honest import Row
-from tests.meta.wrong import times, wrong_arguments, wrong_gradients, wrong_row
+from tests.meta.wrong import Attr, times, wrong, wrong_arguments, wrong_backward, wrong_gradients
 
-wrong = partial(wrong_row, chapter="operators")
-wrong_backward = partial(wrong_row, chapter="gradients", direction="backward")
-Attr = Any
 BOTH = frozenset({torch.bfloat16, torch.float32})
 
 

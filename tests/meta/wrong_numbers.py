@@ -2,20 +2,16 @@
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tests.meta.honest import Row
-from tests.meta.wrong import wrong_arguments, wrong_gradients, wrong_row
+from tests.meta.wrong import Attr, wrong, wrong_arguments, wrong_backward, wrong_gradients
 
-wrong = partial(wrong_row, chapter="operators")
-wrong_backward = partial(wrong_row, chapter="gradients", direction="backward")
 HALF = frozenset({torch.float16, torch.float32})
 BRAIN = frozenset({torch.bfloat16, torch.float32})
-Attr = Any
 
 
 @wrong(

@@ -2,18 +2,14 @@
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tests.meta.honest import Row
-from tests.meta.wrong import wrong_arguments, wrong_row
+from tests.meta.wrong import Attr, wrong, wrong_arguments
 from tests.unit.conformance.lower_precision import tf32
-
-wrong = partial(wrong_row, chapter="operators")
-Attr = Any
 
 
 @wrong("tail-dropped", "dropped tail", operator="gelu")

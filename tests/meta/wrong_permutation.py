@@ -1,16 +1,12 @@
 """Wrong backends whose mistake is in permute or unpermute."""
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tests.meta.honest import Row
-from tests.meta.wrong import times, wrong_arguments, wrong_gradients, wrong_row
-
-wrong = partial(wrong_row, chapter="operators")
-wrong_backward = partial(wrong_row, chapter="gradients", direction="backward")
+from tests.meta.wrong import times, wrong, wrong_arguments, wrong_backward, wrong_gradients
 
 
 def _reordered(x: Tensor, indices: Tensor, num_experts: int, order: Tensor) -> Any:

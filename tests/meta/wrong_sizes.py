@@ -2,18 +2,13 @@
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tests.meta.honest import Row
-from tests.meta.wrong import times, wrong_arguments, wrong_row
-
-wrong = partial(wrong_row, chapter="operators")
-wrong_backward = partial(wrong_row, chapter="gradients", direction="backward")
-Attr = Any
+from tests.meta.wrong import Attr, times, wrong, wrong_arguments, wrong_backward
 
 
 @wrong("last-tile-of-128", "the last of several tiles", operator="linear")

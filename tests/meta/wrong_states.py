@@ -3,7 +3,6 @@
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -12,11 +11,8 @@ from torch import Tensor
 from anychip.contract import Backend
 from anychip.dispatch import selection
 from tests.meta.honest import HonestBackend, HonestRows, Row, make_table, reference_rows
-from tests.meta.wrong import Wrong, wrong_arguments, wrong_gradients, wrong_row
+from tests.meta.wrong import Attr, Wrong, wrong, wrong_arguments, wrong_backward, wrong_gradients
 
-wrong = partial(wrong_row, chapter="operators")
-wrong_backward = partial(wrong_row, chapter="gradients", direction="backward")
-Attr = Any
 _kept: dict[Any, Any] = {}
 
 

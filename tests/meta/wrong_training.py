@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from tests.meta.honest import HonestRows, Row
-from tests.meta.wrong import Change, Wrong, wrong_arguments, wrong_row
+from tests.meta.wrong import Attr, Change, Wrong, wrong_arguments, wrong_row
 from tests.meta.wrong_updates import digits_of
-
-Attr = Any
 
 
 def wrong(

@@ -10,11 +10,7 @@ from torch import Tensor
 
 from anychip.operators.adamw_8bit import SIGNED, UNSIGNED
 from tests.meta.honest import Row
-from tests.meta.wrong import wrong_arguments, wrong_row
-
-wrong = partial(wrong_row, chapter="operators")
-Attr = Any
-
+from tests.meta.wrong import Attr, wrong, wrong_arguments
 
 _SEEN: set[bytes] = set()
 

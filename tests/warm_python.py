@@ -29,11 +29,9 @@ _IMPORTED = ("torch", "click", "rich.progress", "matplotlib.figure", "pluggy")
 
 
 def run(
-    *args: str,
-    env: Mapping[str, str] | None = None,
-    cwd: Path | None = None,
+    *args: str, env: Mapping[str, str] | None = None, cwd: Path | None = None,
     timeout: float = 200.0,
-) -> subprocess.CompletedProcess[str]:
+) -> subprocess.CompletedProcess[str]:  # fmt: skip
     """Runs ``python ARGS`` to its end; ``args`` begin with -c, -m, or the name of a script.
 
     Raises:

@@ -76,15 +76,9 @@ def right_rows(dtypes: frozenset[torch.dtype]) -> type[Backend]:
 
 
 def wrong_row(
-    name: str,
-    bug: str,
-    *,
-    chapter: str,
-    operator: str,
-    direction: str = "forward",
-    select: str | None = None,
-    dtypes: frozenset[torch.dtype] = HonestBackend.dtypes,
-) -> Callable[[Change], Wrong]:
+    name: str, bug: str, *, chapter: str, operator: str, direction: str = "forward",
+    select: str | None = None, dtypes: frozenset[torch.dtype] = HonestBackend.dtypes,
+) -> Callable[[Change], Wrong]:  # fmt: skip
     """Decorator: ``change(row, *args, **attrs)`` in place of the right ``row(*args, **attrs)``."""
 
     def backend(rows: dict[tuple[str, str], Row]) -> Backend:
@@ -109,16 +103,10 @@ def wrong_row(
 
 
 def wrong_arguments(
-    name: str,
-    bug: str,
-    operator: str,
-    *,
-    direction: str = "forward",
-    chapter: str = "",
-    select: str | None = None,
-    dtypes: frozenset[torch.dtype] = HonestBackend.dtypes,
+    name: str, bug: str, operator: str, *, direction: str = "forward", chapter: str = "",
+    select: str | None = None, dtypes: frozenset[torch.dtype] = HonestBackend.dtypes,
     **changes: Any,
-) -> Wrong:
+) -> Wrong:  # fmt: skip
     """The right row with other arguments, or results: by name, each a value or a function of some.
 
     A backward row's arguments are grad (grad1 and so on for further outputs), and what the spec

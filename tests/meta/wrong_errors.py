@@ -15,12 +15,9 @@ Rows = dict[tuple[str, str], Row]
 
 
 def wrong(
-    name: str,
-    bug: str,
-    select: str,
-    make_rows: Callable[[Rows], OperatorTable] | None = None,
+    name: str, bug: str, select: str, make_rows: Callable[[Rows], OperatorTable] | None = None,
     **parts: Any,
-) -> Wrong:
+) -> Wrong:  # fmt: skip
     """The honest backend with another table, or other methods."""
 
     def make() -> Backend:

@@ -110,12 +110,9 @@ class Campaign(Generic[M]):
     """
 
     def __init__(
-        self,
-        pool: Pool,
-        question: Callable[[M, Level], Question],
-        remember: Path | None = None,
+        self, pool: Pool, question: Callable[[M, Level], Question], remember: Path | None = None,
         on_verdict: Callable[[Verdict[M]], None] = lambda verdict: None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.pool, self.question, self.remember = pool, question, remember
         self.on_verdict = on_verdict
         self.known: dict[tuple[str, str], Any] = {}

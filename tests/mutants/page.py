@@ -20,12 +20,9 @@ START, END = "<!-- written by make mutants -->", "<!-- end -->"
 
 
 def write(
-    every: Sequence[Mutant],
-    verdicts: Sequence[Verdict[Mutant]],
-    listed: Collection[Identity],
-    seed: int,
-    path: Path = PAGE,
-) -> None:
+    every: Sequence[Mutant], verdicts: Sequence[Verdict[Mutant]], listed: Collection[Identity],
+    seed: int, path: Path = PAGE,
+) -> None:  # fmt: skip
     """Puts the tables between the two marks of the page."""
     put(tables(every, verdicts, listed, seed), path, START)
 
@@ -38,11 +35,9 @@ def put(made: str, path: Path, start: str) -> None:
 
 
 def tables(
-    every: Sequence[Mutant],
-    verdicts: Sequence[Verdict[Mutant]],
-    listed: Collection[Identity],
+    every: Sequence[Mutant], verdicts: Sequence[Verdict[Mutant]], listed: Collection[Identity],
     seed: int,
-) -> str:
+) -> str:  # fmt: skip
     """All that is said of a run, in Markdown."""
     count = Count(verdicts, listed)
     parts = [
@@ -105,11 +100,9 @@ def _by_file(verdicts: Sequence[Verdict[Mutant]], listed: Collection[Identity]) 
 
 
 def _grouped(
-    head: str,
-    key: Callable[[Verdict[Mutant]], str],
-    verdicts: Sequence[Verdict[Mutant]],
+    head: str, key: Callable[[Verdict[Mutant]], str], verdicts: Sequence[Verdict[Mutant]],
     listed: Collection[Identity],
-) -> str:
+) -> str:  # fmt: skip
     rows = [
         (name, *Count([v for v in verdicts if key(v) == name], listed).cells())
         for name in sorted({key(v) for v in verdicts})

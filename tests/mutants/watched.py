@@ -20,13 +20,9 @@ def remembered(name: str) -> Path:
 
 
 def run_watched(
-    console: Console,
-    pool: Pool,
-    about: Callable[[M, Level], Question],
-    chosen: Sequence[M],
-    listed: Collection[Any],
-    remember: Path,
-) -> list[Verdict[M]]:
+    console: Console, pool: Pool, about: Callable[[M, Level], Question], chosen: Sequence[M],
+    listed: Collection[Any], remember: Path,
+) -> list[Verdict[M]]:  # fmt: skip
     """All verdicts; every case that found something was asked without a mistake, and passed."""
     with Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),

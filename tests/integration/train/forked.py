@@ -94,13 +94,9 @@ def prepare() -> None:
 
 
 def start(
-    args: Sequence[str],
-    world_size: int,
-    *,
-    cwd: Path,
-    is_plain_user: bool = False,
+    args: Sequence[str], world_size: int, *, cwd: Path, is_plain_user: bool = False,
     environment: Mapping[str, str] | None = None,
-) -> Job:
+) -> Job:  # fmt: skip
     """Starts ``anychip ARGS``, or a script with arguments, as ranks or as a process alone.
 
     Args:

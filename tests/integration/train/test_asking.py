@@ -60,12 +60,9 @@ def evaluations(out: str) -> list[dict[str, Any]]:
     (("optimizer.stage=3",), 0.0), (("parallel.pipeline=2", "data.accumulation=2"), 1e-6),
 ], ids=["stage3", "pipeline"])  # fmt: skip
 def test_run_of_two_ranks_is_asked_on_one_and_on_two(
-    here: Path,
-    ranks: Server,
-    capsys: pytest.CaptureFixture[str],
-    arrangement: tuple[str, ...],
+    here: Path, ranks: Server, capsys: pytest.CaptureFixture[str], arrangement: tuple[str, ...],
     rel: float,
-) -> None:
+) -> None:  # fmt: skip
     words = (*SETTINGS, *HELD_OUT, *arrangement, "--out", "out")
     first, other = ranks.run(*words, world_size=2, cwd=here)
     assert (first.code, first.err, other.code, other.err) == (0, "", 0, "")

@@ -132,11 +132,9 @@ def test_stages_with_tied_weights_equal_one_rank_within_roundings(
     "stages_to_a_v", "a_loop_to_one"
 ])  # fmt: skip
 def test_run_goes_on_with_other_ranks_as_if_nothing_had_happened(
-    ranks: Server,
-    tmp_path: Path,
-    before: tuple[int, tuple[str, ...]],
+    ranks: Server, tmp_path: Path, before: tuple[int, tuple[str, ...]],
     after: tuple[int, tuple[str, ...]],
-) -> None:
+) -> None:  # fmt: skip
     """Replicas times micro-batches are two, so that a step has the same windows."""
     # A learning rate that does not depend on the steps in all.
     flat = (*LLAMA, "schedule.warmup=0", "schedule.final=1")
@@ -194,13 +192,9 @@ def documents(tmp_path: Path) -> Path:
     (4, (*ZERO, "parallel.pipeline=2"), 2),
 ], ids=["replicas", "stages", "replicas_of_stages"])  # fmt: skip
 def test_targets_left_out_count_alike_on_all_ranks(
-    ranks: Server,
-    tmp_path: Path,
-    documents: Path,
-    world_size: int,
-    settings: tuple[str, ...],
+    ranks: Server, tmp_path: Path, documents: Path, world_size: int, settings: tuple[str, ...],
     parts: int,
-) -> None:
+) -> None:  # fmt: skip
     """Batches of few and of many targets, bit for bit as on one rank that has them all."""
     args = (*LLAMA, "--data", str(documents))
     args += ("data.cross_document_targets=false",)

@@ -116,13 +116,9 @@ def test_finished_run_goes_on_for_more_steps(finished: Path) -> None:
     (["--out", "short.txt"], 2, "short.txt exists"),
 ], ids=lambda value: " ".join(value) if isinstance(value, list) else "")  # fmt: skip
 def test_wrong_use_is_one_message_and_nothing_is_written(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    args: list[str],
-    code: int,
-    answer: str,
-) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    args: list[str], code: int, answer: str,
+) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.txt").write_bytes(b"")
     (tmp_path / "binary.txt").write_bytes(b"a\0b" * 50)
@@ -153,13 +149,9 @@ WORKER = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PO
     ({"ANYCHIP_LAUNCHED": ""}, "full", "full exists and is not empty; nothing was written"),
 ], ids=["no out", "rank", "stray rank", "no launcher"])  # fmt: skip
 def test_stray_variables_are_named_and_protect_no_less(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    variables: dict[str, str],
-    out: str | None,
-    answer: str,
-) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    variables: dict[str, str], out: str | None, answer: str,
+) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "metrics.jsonl").write_text("mine")

@@ -45,15 +45,10 @@ class Step(NamedTuple):
 
 
 def make(
-    chip: Chip,
-    sizes: Sequence[int],
-    *,
-    param: torch.dtype = FP32,
-    grad: torch.dtype = FP32,
-    low: torch.dtype | None = None,
-    shifts: tuple[int, int, int, int] = (0, 0, 0, 0),
+    chip: Chip, sizes: Sequence[int], *, param: torch.dtype = FP32, grad: torch.dtype = FP32,
+    low: torch.dtype | None = None, shifts: tuple[int, int, int, int] = (0, 0, 0, 0),
     scalars: tuple[float | None, float | None, float | None] = (None, None, None),
-) -> Step:
+) -> Step:  # fmt: skip
     """Seeded tensors; shifts are of params, grads, codes and copies."""
     generator = torch.Generator().manual_seed(len(sizes))
     lists: list[list[Tensor]] = [[] for _ in range(6)]

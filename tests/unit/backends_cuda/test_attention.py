@@ -93,14 +93,9 @@ def test_lse_of_queries_that_see_no_key_is_that_of_the_reference(dtype: torch.dt
     ],
 )
 def test_16_bit_attention_goes_to_the_kernel_that_takes_it(
-    device: str,
-    shape: tuple[int, ...],
-    causal: bool,
-    cudnn: int,
-    kernel: str,
-    kernels: Kernels,
+    device: str, shape: tuple[int, ...], causal: bool, cudnn: int, kernel: str, kernels: Kernels,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     set_device(monkeypatch, device, cudnn)
     q, k, v = qkv(*shape, torch.bfloat16)  # type: ignore[arg-type]
     with torch.no_grad():

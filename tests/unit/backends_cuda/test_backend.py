@@ -78,12 +78,9 @@ def test_probe_of_a_build_for_rocm_asks_torch(monkeypatch: pytest.MonkeyPatch) -
     ids=["not built", "fits", "no driver", "old driver", "rocm"],
 )
 def test_kernels_are_called_only_where_the_driver_runs_them(
-    module: Any,
-    version: tuple[int, int] | None,
-    torch_build: TorchBuild,
-    problem: str | None,
+    module: Any, version: tuple[int, int] | None, torch_build: TorchBuild, problem: str | None,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     monkeypatch.setattr(native, "module", module)
     monkeypatch.setattr(native, "problem", None if module else "they cannot be loaded")
     monkeypatch.setattr(driver, "version", lambda: version)

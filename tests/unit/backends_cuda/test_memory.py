@@ -45,12 +45,9 @@ def test_any_lack_of_memory_names_the_sizes(
     (torch.OutOfMemoryError("torch's own"), torch.OutOfMemoryError, "torch's own"),
 ], ids=["out of memory", "another error", "torch's own"])  # fmt: skip
 def test_pinned_that_the_driver_refuses_is_out_of_memory_with_the_size(
-    raised: Exception,
-    becomes: type[Exception],
-    words: str,
-    memory: CudaMemory,
+    raised: Exception, becomes: type[Exception], words: str, memory: CudaMemory,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     def refuse(self: Memory, nbytes: int) -> torch.Tensor:
         raise raised
 

@@ -194,13 +194,9 @@ def test_grouped_linear_by_torchs_kernel_equals_the_reference(
     ],
 )  # fmt: skip
 def test_torchs_grouped_kernel_is_asked_only_for_what_it_takes(
-    capability: tuple[int, int],
-    dtype: torch.dtype,
-    inputs: int,
-    outputs: int,
-    taken: bool,
+    capability: tuple[int, int], dtype: torch.dtype, inputs: int, outputs: int, taken: bool,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     monkeypatch.setattr(products, "capability", lambda tensor: capability)
     x, weight = torch.zeros(4, inputs, dtype=dtype), torch.zeros(2, outputs, inputs, dtype=dtype)
     offsets = torch.tensor([1, 4])

@@ -49,16 +49,11 @@ class Step(NamedTuple):
 
 
 def _step(
-    chip: Chip,
-    sizes: Sequence[int],
-    *,
-    param: torch.dtype = FP32,
-    grad: torch.dtype = FP32,
-    low: torch.dtype | None = None,
-    shifts: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0),
+    chip: Chip, sizes: Sequence[int], *, param: torch.dtype = FP32, grad: torch.dtype = FP32,
+    low: torch.dtype | None = None, shifts: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0),
     scalars: tuple[float | None, float | None, float | None] = (None, None, None),
     count: float = 3.0,
-) -> Step:
+) -> Step:  # fmt: skip
     """Seeded tensors; shifts are of params, grads, both states and copies."""
     generator = torch.Generator().manual_seed(len(sizes))
 

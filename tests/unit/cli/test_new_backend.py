@@ -80,12 +80,9 @@ def test_new_backend_without_a_directory_is_named_after_the_distribution(
     pytest.param([], "Missing argument 'NAME'", id="no_name"),
 ])  # fmt: skip
 def test_new_backend_with_wrong_use_writes_nothing_and_says_why(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    args: list[str],
-    message: str,
-) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    args: list[str], message: str,
+) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     assert run(["new-backend", *args]) == 2
     assert message in capsys.readouterr().err

@@ -24,12 +24,10 @@ needs_native = pytest.mark.skipif(
 
 
 def connect(
-    monkeypatch: pytest.MonkeyPatch,
-    *wishes: hosts.HostTransport | None,
+    monkeypatch: pytest.MonkeyPatch, *wishes: hosts.HostTransport | None,
     missing: Callable[[int], str] = lambda rank: "",
-    host: Callable[[int], str] = lambda rank: "here",
-    timeout_s: float = 10.0,
-) -> list[Any]:
+    host: Callable[[int], str] = lambda rank: "here", timeout_s: float = 10.0,
+) -> list[Any]:  # fmt: skip
     """What each of so many ranks gets: connections, those of gloo made up, or an error."""
     store, found, mine = HashStore(), [None] * len(wishes), threading.local()
     monkeypatch.setattr(hosts, "_missing", lambda: missing(mine.rank))

@@ -29,14 +29,9 @@ class Rounding(enum.Enum):
 
 
 def norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float = 1e-5,
-    *,
-    out: torch.Tensor,
-    rounding: Rounding = Rounding.NEAREST,
-    workspace: torch.Tensor | None = None,
-) -> int:
+    x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5, *, out: torch.Tensor,
+    rounding: Rounding = Rounding.NEAREST, workspace: torch.Tensor | None = None,
+) -> int:  # fmt: skip
     """The made-up emulator, as its page says: it returns a status, and writes to ``out``."""
     if weight.shape != x.shape[-1:]:
         raise ValueError("161002")

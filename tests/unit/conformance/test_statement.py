@@ -216,13 +216,9 @@ def test_what_is_no_report_is_wrong_use(tmp_path: Path, text: str, words: str) -
     ("good", 0, "the statement holds"), ("spoiled", 1, "DOES NOT HOLD"), ("other", 2, "not JSON"),
 ])  # fmt: skip
 def test_command_verifies_a_file(
-    written: Document,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    text: str,
-    code: int,
+    written: Document, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, code: int,
     words: str,
-) -> None:
+) -> None:  # fmt: skip
     spoiled = signed(written, without(CASE))
     texts = {"good": to_text(written), "spoiled": to_text(spoiled), "other": "not JSON"}
     file = tmp_path / "report.json"

@@ -50,11 +50,9 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict
     ("crowded_kernel", ["occupancy 0."]),
 ])  # fmt: skip
 def test_kernel_with_one_mistake_is_reported_for_that_alone(
-    rows: dict[tuple[str, str], dict[str, object]],
-    kernel: str,
-    problems: list[str],
+    rows: dict[tuple[str, str], dict[str, object]], kernel: str, problems: list[str],
     architecture: str,
-) -> None:
+) -> None:  # fmt: skip
     found = rows[kernel, architecture]["problems"]
     assert isinstance(found, list)
     assert len(found) == len(problems)

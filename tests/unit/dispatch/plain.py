@@ -54,13 +54,9 @@ def weight_numbers(shape: Sequence[int], index: Any, sizes: dict[str, int]) -> T
 
 
 def _plain_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *ends: Tensor,
-    out_dtype: torch.dtype | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *ends: Tensor, out_dtype: torch.dtype | None = None,
     **attrs: Any,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Attention of each sequence alone."""
     pairs = zip(*(itertools.pairwise(t.tolist()) for t in ends), strict=True)
     parts = [

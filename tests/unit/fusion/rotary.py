@@ -191,11 +191,9 @@ class Model(nn.Module):
     """Tables, and an attention that is given them."""
 
     def __init__(
-        self,
-        function: Callable[..., Any] = apply_rotary,
-        tables: Callable[[int], nn.Module] = Tables,
-        width: int = SIZE,
-    ) -> None:
+        self, function: Callable[..., Any] = apply_rotary,
+        tables: Callable[[int], nn.Module] = Tables, width: int = SIZE,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.attention = attention_of(function)()
         self.tables = tables(width)

@@ -339,14 +339,9 @@ def test_fused_attention_that_asks_for_sdpa_equals_float64() -> None:
 
 
 def capped(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    position_bias: Any = None,
-    **options: Any,
-) -> tuple[Tensor, None]:
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any,
+    position_bias: Any = None, **options: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """Scales by a cap or a bias, where it is given one."""
     factor = (options.get("softcap") or 1.0) * (2.0 if position_bias is not None else 1.0)
     return sdpa(module, factor * query, key, value, attention_mask)  # fmt: skip

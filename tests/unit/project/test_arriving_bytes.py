@@ -185,11 +185,9 @@ WAYS: dict[str, tuple[Callable[[bytes, Path], None], str]] = {
 @pytest.mark.parametrize("make", [pickle.dumps, saved], ids=["pickle", "torch.save"])
 @pytest.mark.parametrize(("arrive", "refusal"), WAYS.values(), ids=WAYS)
 def test_bytes_that_arrive_run_no_code(
-    tmp_path: Path,
-    arrive: Callable[[bytes, Path], None],
-    refusal: str,
+    tmp_path: Path, arrive: Callable[[bytes, Path], None], refusal: str,
     make: Callable[[object], bytes],
-) -> None:
+) -> None:  # fmt: skip
     planted = tmp_path / "planted"
     sent = make(Payload(planted))
     with pytest.raises(Exception, match=refusal):

@@ -78,13 +78,9 @@ def by_hand(world_size: int, steps: int, micro: int) -> tuple[dict[str, Tensor],
 
 
 def run(
-    comm: Communicator,
-    model: nn.Module,
-    stage: int,
-    steps: range,
-    state: dict[str, Any] | None = None,
-    **options: Any,
-) -> tuple[dict[str, Tensor], dict[str, Any], zero.MemoryUse]:
+    comm: Communicator, model: nn.Module, stage: int, steps: range,
+    state: dict[str, Any] | None = None, **options: Any,
+) -> tuple[dict[str, Tensor], dict[str, Any], zero.MemoryUse]:  # fmt: skip
     opt = zero.Optimizer(model, rule(), comm, stage=stage, bucket_nbytes=20_000, **options)
     if state is not None:
         opt.load_state_dict(state)

@@ -92,17 +92,10 @@ def integer_loss(model: nn.Module, step: int, rank: int, micro: int) -> Tensor:
 
 
 def serial(
-    build: Callable[[], nn.Module],
-    loss: Loss,
-    rule: optim.Rule,
-    *,
-    world_size: int,
-    steps: int,
-    micro: int = 1,
-    first_step: int = 0,
-    state: dict[str, object] | None = None,
+    build: Callable[[], nn.Module], loss: Loss, rule: optim.Rule, *, world_size: int, steps: int,
+    micro: int = 1, first_step: int = 0, state: dict[str, object] | None = None,
     reduction: GradientReduction = "avg",
-) -> Trained:
+) -> Trained:  # fmt: skip
     """The oracle."""
     model = build()
     params = [p for p in model.parameters() if p.requires_grad]
@@ -132,20 +125,10 @@ def _plus(one: Tensor | None, other: Tensor | None) -> Tensor | None:
 
 
 def sharded(
-    build: Callable[[], nn.Module],
-    loss: Loss,
-    rule: Callable[[], optim.Rule],
-    *,
-    world_size: int,
-    stage: int,
-    steps: int,
-    micro: int = 1,
-    bucket_nbytes: int = 12_000,
-    first_step: int = 0,
-    state: dict[str, object] | None = None,
-    reduction: GradientReduction = "avg",
-    **more: Any,
-) -> list[Trained]:
+    build: Callable[[], nn.Module], loss: Loss, rule: Callable[[], optim.Rule], *, world_size: int,
+    stage: int, steps: int, micro: int = 1, bucket_nbytes: int = 12_000, first_step: int = 0,
+    state: dict[str, object] | None = None, reduction: GradientReduction = "avg", **more: Any,
+) -> list[Trained]:  # fmt: skip
     """The same on ranks as threads; one result per rank. ``more`` is for stage 3."""
 
     def work(comm: Communicator, model: nn.Module) -> Trained:

@@ -13,15 +13,7 @@ from typing import Any
 
 import torch
 
-from anychip.contract import (
-    Backend,
-    DeviceProperties,
-    Memory,
-    MemoryInfo,
-    MemoryStats,
-    OperatorTable,
-    Probe,
-)
+from anychip import contract
 from anychip.operators import all_specs
 
 DEVICES = 2
@@ -31,21 +23,21 @@ CAPACITY = 256 << 20
 Row = Callable[..., Any]
 
 
-class HonestBackend(Backend):
+class HonestBackend(contract.Backend):
     """The host, twice."""
 
     name = "honest"
     device_type = "cpu"
     api = (2, 0)
-    operators = OperatorTable()
+    operators = contract.OperatorTable()
     capabilities: Mapping[str, int] = {"memory_stats": 1, "memory_peak": 1}
     dtypes = frozenset({torch.float32})
 
     def __init__(self) -> None:
         self.thread = threading.local()
 
-    def probe(self) -> Probe:
-        return Probe.ready(DEVICES, kind="host")
+    def probe(self) -> contract.Probe:
+        return contract.Probe.ready(DEVICES, kind="host")
 
     def device_count(self) -> int:
         return DEVICES
@@ -59,19 +51,19 @@ class HonestBackend(Backend):
     def synchronize(self, index: int | None = None) -> None:
         self.check_index(index)
 
-    def properties(self, index: int | None = None) -> DeviceProperties:
+    def properties(self, index: int | None = None) -> contract.DeviceProperties:
         self.check_index(index)
-        return DeviceProperties(name="honest", total_memory=CAPACITY, dtypes=self.dtypes)
+        return contract.DeviceProperties(name="honest", total_memory=CAPACITY, dtypes=self.dtypes)
 
     @cached_property
-    def memory(self) -> Memory:
+    def memory(self) -> contract.Memory:
         return CountingMemory(self)
 
 
-class CountingMemory(Memory):
+class CountingMemory(contract.Memory):
     """Storages of the host, counted, up to CAPACITY bytes."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: contract.Backend) -> None:
         super().__init__(backend)
         self.allocated, self.peak = 0, 0
 
@@ -98,17 +90,17 @@ class CountingMemory(Memory):
         """A storage of so many bytes is gone."""
         self.allocated -= nbytes
 
-    def stats(self, index: int | None = None) -> MemoryStats:
+    def stats(self, index: int | None = None) -> contract.MemoryStats:
         self.backend.check_index(index)
-        return MemoryStats(self.allocated, CAPACITY, self.peak)
+        return contract.MemoryStats(self.allocated, CAPACITY, self.peak)
 
     def reset_peak(self, index: int | None = None) -> None:
         self.backend.check_index(index)
         self.peak = self.allocated
 
-    def info(self, index: int | None = None) -> MemoryInfo:
+    def info(self, index: int | None = None) -> contract.MemoryInfo:
         self.backend.check_index(index)
-        return MemoryInfo(CAPACITY - self.allocated, CAPACITY)
+        return contract.MemoryInfo(CAPACITY - self.allocated, CAPACITY)
 
     def empty_cache(self) -> None:
         return None
@@ -124,9 +116,9 @@ def reference_rows() -> dict[tuple[str, str], Row]:
     return rows
 
 
-def make_table(rows: dict[tuple[str, str], Row]) -> OperatorTable:
+def make_table(rows: dict[tuple[str, str], Row]) -> contract.OperatorTable:
     """A backend's table from rows by operator and direction, which say that they are references."""
-    table = OperatorTable()
+    table = contract.OperatorTable()
     for (operator, direction), row in rows.items():
         add = table.forward if direction == "forward" else table.backward
         add(operator, kind="reference")(row)

@@ -17,15 +17,8 @@ import torch
 from numpy.typing import NDArray
 
 import anychip.ops  # noqa: F401 - defines our operators
-from anychip.conformance import oracles
+from anychip.conformance import bounds, oracles
 from anychip.conformance.arithmetic import UNIT, Rounded, broadcast, matmul
-from anychip.conformance.bounds import (
-    DETERMINISTIC_LIMIT,
-    QUANTILE,
-    QUANTILE_LIMIT,
-    RMS_LIMIT,
-    STATISTICAL_COUNT,
-)
 from anychip.conformance.calls import Call, tensors_of
 from anychip.conformance.chapters.gradients import GradientTrial
 from anychip.conformance.formats import FORMATS, STORED, Array, Format, ulp
@@ -83,18 +76,18 @@ class Result(NamedTuple):
     def is_enough(self) -> bool:
         """Whether there are as many elements as the statistical limits need."""
         count: int = self.value.shape[1]
-        return count >= STATISTICAL_COUNT
+        return count >= bounds.STATISTICAL_COUNT
 
     def found(self, spoilt: Array) -> Rules:
         """(runs,) whether each of the limits finds this in place of the value."""
         error = np.abs(stored(spoilt, self.format) - self.value)
         if not error.shape[1]:
             return Rules(*np.zeros((2, len(error)), np.bool_))
-        single = (error / (self.half + self.worst)).max(axis=1) > DETERMINISTIC_LIMIT
+        single = (error / (self.half + self.worst)).max(axis=1) > bounds.DETERMINISTIC_LIMIT
         ratio = error / (self.half + self.spread)
-        place = int(QUANTILE * (ratio.shape[1] - 1))
-        together = np.sqrt(np.mean(ratio**2, axis=1)) > RMS_LIMIT
-        some = np.partition(ratio, place, axis=1)[:, place] > QUANTILE_LIMIT
+        place = int(bounds.QUANTILE * (ratio.shape[1] - 1))
+        together = np.sqrt(np.mean(ratio**2, axis=1)) > bounds.RMS_LIMIT
+        some = np.partition(ratio, place, axis=1)[:, place] > bounds.QUANTILE_LIMIT
         return Rules((together | some) & self.is_enough, single)
 
 

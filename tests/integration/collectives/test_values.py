@@ -22,17 +22,16 @@ def values(outcomes: list[Outcome]) -> list[Any]:
     return [outcome.value for outcome in outcomes]
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_reduction_of_floats_equals_ordered_numpy_sum(server: Server, world_size: int) -> None:
-    kinds = ["sum", "avg", "max", "min"]
-    outcomes = server.run("reductions", world_size, numels=NUMELS, dtypes=FLOATS, kinds=kinds)
+@pytest.mark.parametrize(("world_size", "numels", "dtypes", "kinds"), [
+    *((ranks, NUMELS, FLOATS, ["sum", "avg", "max", "min"]) for ranks in (2, 3, 4)),
+    (3, NUMELS, INTEGERS, ["sum", "max", "min"]),
+    (3, [5 * 64 * 1024 + 7], ["float32"], ["sum"]),  # steps in memory are of 256 KiB and more
+], ids=["2-floats", "3-floats", "4-floats", "integers", "many-steps"])  # fmt: skip
+def test_reduction_equals_ordered_numpy_sum(
+    server: Server, world_size: int, numels: list[int], dtypes: list[str], kinds: list[str]
+) -> None:
+    outcomes = server.run("reductions", world_size, numels=numels, dtypes=dtypes, kinds=kinds)
     assert values(outcomes) == [[]] * world_size
-
-
-def test_reduction_of_integers_equals_ordered_numpy_sum(server: Server) -> None:
-    kinds = ["sum", "max", "min"]
-    outcomes = server.run("reductions", 3, numels=NUMELS, dtypes=INTEGERS, kinds=kinds)
-    assert values(outcomes) == [[]] * 3
 
 
 def test_reduction_in_many_pieces_equals_ordered_numpy_sum(server: Server) -> None:
@@ -40,13 +39,6 @@ def test_reduction_in_many_pieces_equals_ordered_numpy_sum(server: Server) -> No
     numels = [16 * 1024 + 5, 80 * 1024 + 7]
     outcomes = server.run("reductions_in_pieces", 4, numels=numels, piece_nbytes=4096)
     assert values(outcomes) == [[]] * 4
-
-
-def test_reduction_in_many_steps_equals_ordered_numpy_sum(server: Server) -> None:
-    # Steps in memory are of 256 KiB and more.
-    numels = [5 * 64 * 1024 + 7]
-    outcomes = server.run("reductions", 3, numels=numels, dtypes=["float32"], kinds=["sum"])
-    assert values(outcomes) == [[]] * 3
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])

@@ -21,25 +21,18 @@ def test_facts_of_a_known_device_are_figures_in_bytes_per_second(tmp_path: Path,
     assert nvml.driver_version(path) == "580.65.06"
 
 
-def test_facts_without_one_figure_keep_the_others(tmp_path: Path) -> None:
-    path = library(tmp_path, NVML, INIT=0, BUS=3)
-    assert nvml.facts("abc", path) == H200._replace(bandwidth=None)
-
-
-def test_facts_of_an_unknown_device_are_unknown(tmp_path: Path) -> None:
-    assert nvml.facts("MIG-1", library(tmp_path, NVML, INIT=0, BUS=0)) == nvml.Facts()
-
-
-def test_facts_of_an_old_library_without_the_symbols_are_unknown(tmp_path: Path) -> None:
-    path = library(tmp_path, NVML, INIT=0, BUS=0, OLD=1)
-    assert nvml.facts("abc", path) == nvml.Facts()
-    assert nvml.driver_version(path) == "580.65.06"
-
-
-def test_facts_when_the_library_does_not_start_are_unknown(tmp_path: Path) -> None:
-    path = library(tmp_path, NVML, INIT=9, BUS=0)
-    assert nvml.facts("abc", path) == nvml.Facts()
-    assert nvml.driver_version(path) is None
+@pytest.mark.parametrize(("uuid", "settings", "found", "version"), [
+    ("abc", {"BUS": 3}, H200._replace(bandwidth=None), "580.65.06"),
+    ("MIG-1", {"BUS": 0}, nvml.Facts(), "580.65.06"),
+    ("abc", {"BUS": 0, "OLD": 1}, nvml.Facts(), "580.65.06"),
+    ("abc", {"BUS": 0, "INIT": 9}, nvml.Facts(), None),
+], ids=["one-figure-less", "unknown-device", "without-symbols", "does-not-start"])  # fmt: skip
+def test_facts_that_are_not_there_are_unknown(
+    tmp_path: Path, uuid: str, settings: dict[str, int], found: nvml.Facts, version: str | None
+) -> None:
+    path = library(tmp_path, NVML, **{"INIT": 0} | settings)
+    assert nvml.facts(uuid, path) == found
+    assert nvml.driver_version(path) == version
 
 
 @pytest.mark.parametrize("name", ["libabsent.so.1", "libc.so.6"], ids=["absent", "another"])

@@ -233,12 +233,16 @@ def test_fused_attention_with_dropout_draws_anew_and_repeats_after_the_same_seed
     assert not torch.equal(second, first)
 
 
-@pytest.mark.parametrize("p", [-0.1, 1.5], ids=str)
-def test_fused_attention_with_dropout_that_is_no_probability_is_torchs_error(p: float) -> None:
+@pytest.mark.parametrize(("shape", "p", "message"), [
+    ((4, 4), -0.1, "dropout"), ((4, 4), 1.5, "dropout"), ((4, 4, 4, 2), 0.0, "size"),
+], ids=["p-below-0", "p-above-1", "heads-differ"])  # fmt: skip
+def test_fused_attention_that_cannot_be_is_torchs_error(
+    shape: tuple[int, ...], p: float, message: str
+) -> None:
     module = Product()
     anychip.fuse(module)
-    with pytest.raises(RuntimeError, match="dropout"):
-        module(*tensors(4, 4), dropout_p=p)
+    with pytest.raises(RuntimeError, match=message):
+        module(*tensors(*shape), dropout_p=p)
 
 
 def test_fused_attention_with_dropout_compiles_without_a_break() -> None:
@@ -251,13 +255,6 @@ def test_fused_attention_with_dropout_compiles_without_a_break() -> None:
     torch.manual_seed(9)
     assert torch.equal(got, module(*tensors(4, 4), dropout_p=0.5))
     torch._dynamo.reset()
-
-
-def test_fused_attention_with_heads_that_differ_is_torchs_error() -> None:
-    module = Product()
-    anychip.fuse(module)
-    with pytest.raises(RuntimeError, match="size"):
-        module(*tensors(4, 4, 4, 2))
 
 
 def test_fused_attention_under_autocast_has_its_dtype() -> None:
@@ -365,8 +362,7 @@ def test_fused_attention_that_is_told_more_is_the_functions_own_and_counted(
 
 
 @pytest.mark.parametrize(("function", "reason"), [
-    (steeper, "not attention: its result"),
-    (detached, "not attention: its gradient of key"),
+    (steeper, "not attention: its result"), (detached, "not attention: its gradient of key"),
     (shuffled, "not attention: its result"),
 ], ids=["result", "gradient", "under-a-mask"])  # fmt: skip
 def test_fuse_leaves_attention_whose_sdpa_is_another_one(

@@ -1,6 +1,8 @@
 """What the environment variables say, and what is refused."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,21 +22,37 @@ def test_cache_directory_follows_the_variables_in_order(
     assert environment.cache_directory() == Path(expected)
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "1 s"])
-def test_probe_timeout_that_is_no_positive_number_raises_with_its_value(
-    monkeypatch: pytest.MonkeyPatch, text: str
+@pytest.mark.parametrize(("name", "text", "read", "message"), [
+    *(("ANYCHIP_PROBE_TIMEOUT", text, environment.probe_timeout_s, f"got '{text}'")
+      for text in ("0", "-1", "nan", "inf", "1 s")),
+    ("ANYCHIP_TRANSPORT", "carrier pigeons", environment.host_transport,
+     "shared_memory or sockets expected, got 'carrier pigeons'"),
+    ("ANYCHIP_SECRET", "short", environment.secret, "at least 16 characters expected, got 5"),
+    ("LOCAL_RANK", "-1", environment.local_rank, "got '-1'"),
+])  # fmt: skip
+def test_variable_that_cannot_be_raises_with_its_value(
+    monkeypatch: pytest.MonkeyPatch, name: str, text: str, read: Callable[[], Any], message: str
 ) -> None:
-    monkeypatch.setenv("ANYCHIP_PROBE_TIMEOUT", text)
-    with pytest.raises(ValueError, match=f"got '{text}'"):
-        environment.probe_timeout_s()
+    monkeypatch.setenv(name, text)
+    with pytest.raises(ValueError, match=message):
+        read()
 
 
-@pytest.mark.parametrize(("text", "expected"), [("", 20.0), ("2.5", 2.5)])
-def test_probe_timeout_is_the_variable_or_the_default(
-    monkeypatch: pytest.MonkeyPatch, text: str, expected: float
+@pytest.mark.parametrize(("name", "text", "read", "expected"), [
+    ("ANYCHIP_PROBE_TIMEOUT", "", environment.probe_timeout_s, 20.0),
+    ("ANYCHIP_PROBE_TIMEOUT", "2.5", environment.probe_timeout_s, 2.5),
+    ("ANYCHIP_FLIGHT_RECORD", "", environment.flight_record, None),
+    ("ANYCHIP_FLIGHT_RECORD", "some/where", environment.flight_record, Path("some/where")),
+    ("ANYCHIP_TRANSPORT", "", environment.host_transport, None),
+    ("ANYCHIP_TRANSPORT", " sockets ", environment.host_transport, "sockets"),
+    ("ANYCHIP_BACKEND", "  ", environment.backend_name, None),
+    ("ANYCHIP_BACKEND", " acme ", environment.backend_name, "acme"),
+])  # fmt: skip
+def test_variable_that_is_blank_counts_as_unset(
+    monkeypatch: pytest.MonkeyPatch, name: str, text: str, read: Callable[[], Any], expected: Any
 ) -> None:
-    monkeypatch.setenv("ANYCHIP_PROBE_TIMEOUT", text)
-    assert environment.probe_timeout_s() == expected
+    monkeypatch.setenv(name, text)
+    assert read() == expected
 
 
 @pytest.mark.parametrize(
@@ -90,40 +108,7 @@ def test_secret_is_the_variable_or_the_file_and_not_a_short_one(
     assert environment.secret() == b"of sixteen letters"
     monkeypatch.setenv("ANYCHIP_SECRET", "another of sixteen")
     assert environment.secret() == b"another of sixteen"
-    monkeypatch.setenv("ANYCHIP_SECRET", "short")
-    with pytest.raises(ValueError, match="at least 16 characters expected, got 5"):
-        environment.secret()
 
 
-def test_flight_record_is_a_directory_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flight_record_without_its_variable_is_none() -> None:
     assert environment.flight_record() is None
-    monkeypatch.setenv("ANYCHIP_FLIGHT_RECORD", "some/where")
-    assert environment.flight_record() == Path("some/where")
-
-
-@pytest.mark.parametrize(("text", "found"), [("", None), (" sockets ", "sockets")])
-def test_transport_of_hosts_is_a_known_one(
-    monkeypatch: pytest.MonkeyPatch, text: str, found: str | None
-) -> None:
-    monkeypatch.setenv("ANYCHIP_TRANSPORT", text)
-    assert environment.host_transport() == found
-    monkeypatch.setenv("ANYCHIP_TRANSPORT", "carrier pigeons")
-    with pytest.raises(
-        ValueError, match="shared_memory or sockets expected, got 'carrier pigeons'"
-    ):
-        environment.host_transport()
-
-
-def test_backend_name_that_is_blank_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ANYCHIP_BACKEND", "  ")
-    assert environment.backend_name() is None
-    monkeypatch.setenv("ANYCHIP_BACKEND", " acme ")
-    assert environment.backend_name() == "acme"
-
-
-def test_local_rank_that_is_no_number_raises_with_its_value(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "-1")
-    with pytest.raises(ValueError, match="got '-1'"):
-        environment.local_rank()

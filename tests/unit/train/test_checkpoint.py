@@ -186,25 +186,22 @@ def test_checkpoint_of_another_model_is_refused_by_the_parameter(tmp_path: Path)
     assert other.bits() == before
 
 
-def test_checkpoint_of_other_data_is_refused_and_the_model_is_as_it_was(tmp_path: Path) -> None:
-    Parts().save(tmp_path)
-    other = Parts(seed=1)
-    other.data = data.Loader(data.encode(bytes(range(100))), context=4, batch_size=2)
-    before = other.bits()
-    with pytest.raises(CheckpointError, match=r"does not fit the data: .* another text"):
-        other.resume(tmp_path)
-    assert other.bits() == before
-
-
-def test_checkpoint_of_another_optimizer_is_refused_and_the_model_is_as_it_was(
-    tmp_path: Path,
+@pytest.mark.parametrize(("what", "message"), [
+    ("data", r"does not fit the data: .* another text"),
+    ("optimizer", "does not fit the optimizer"),
+])  # fmt: skip
+def test_checkpoint_of_another_part_is_refused_and_the_model_is_as_it_was(
+    tmp_path: Path, what: str, message: str
 ) -> None:
     Parts().save(tmp_path)
     other = Parts(seed=1)
-    groups = [{"params": [p]} for p in other.model.parameters()]
-    other.optimizer = zero.Optimizer(groups, optim.adamw(1e-2), alone())
+    if what == "data":
+        other.data = data.Loader(data.encode(bytes(range(100))), context=4, batch_size=2)
+    else:
+        groups = [{"params": [p]} for p in other.model.parameters()]
+        other.optimizer = zero.Optimizer(groups, optim.adamw(1e-2), alone())
     before = other.bits()
-    with pytest.raises(CheckpointError, match="does not fit the optimizer"):
+    with pytest.raises(CheckpointError, match=message):
         other.resume(tmp_path)
     assert other.bits() == before
 

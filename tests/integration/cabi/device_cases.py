@@ -48,9 +48,7 @@ VIEWS = {
 
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
-def test_copies_of_views_keep_every_bit(
-    device: torch.device, view: str, dtype: torch.dtype
-) -> None:
+def test_copies_of_views_keep_all_bits(device: torch.device, view: str, dtype: torch.dtype) -> None:
     host = torch.arange(48).reshape(6, 8).sub(20).to(dtype)
     there = VIEWS[view](host.to(device))
     want = VIEWS[view](host)

@@ -106,9 +106,7 @@ def test_run_is_asked_about_files_that_it_has_not_held_out(
 
 
 @pytest.mark.grid
-def test_ranks_are_started_by_the_command(
-    finished: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_ranks_are_started_by_a_command(finished: Path, capfd: pytest.CaptureFixture[str]) -> None:
     found = [answer(capfd, "eval", "out", "--data", "other.txt", "--nproc", n) for n in "12"]
     assert found[0] == found[1]
     assert run(["eval", "out", "--data", "absent.txt", "--nproc", "2"]) == 2

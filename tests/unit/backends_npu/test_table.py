@@ -10,9 +10,7 @@ from anychip.contract import OperatorTable
 from anychip_npu import table
 
 
-def test_row_that_calls_what_this_release_lacks_is_left_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_row_that_calls_what_a_release_lacks_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def row(*args: Any) -> None: ...
 
     calls = {"aten::mm": "aclnnMm", "aten::_foreach_norm.Scalar": "aclnnForeachNorm"}

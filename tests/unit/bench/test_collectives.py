@@ -8,9 +8,7 @@ from anychip.contract import CALLS
 
 
 @pytest.mark.grid
-def test_bench_collectives_measures_every_call_at_every_size(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_bench_collectives_measures_calls_at_every_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ANYCHIP_TRANSPORT", "sockets")  # memory sends no bytes
     report = collectives.run(
         anychip.use("cpu"), rounds=3, progress=lambda _: None, sizes=(4, 1 << 20), window=1e-3

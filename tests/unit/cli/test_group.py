@@ -63,9 +63,7 @@ def test_option_that_is_a_setting_is_answered_with_what_to_write(
     assert answer in capsys.readouterr().err
 
 
-def test_settings_are_listed_for_people_and_for_programs(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_settings_are_listed_for_people_and_programs(capsys: pytest.CaptureFixture[str]) -> None:
     assert group.run(["train", "--settings", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)["settings"]
     assert group.run(["train", "--settings"]) == 0

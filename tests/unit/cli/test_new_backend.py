@@ -33,9 +33,7 @@ SAYS = {
 
 
 @pytest.mark.parametrize("kind", OWN)
-def test_new_backend_writes_a_project_with_nothing_left_to_fill_in(
-    kind: str, tmp_path: Path
-) -> None:
+def test_new_backend_writes_a_project_with_nothing_to_fill_in(kind: str, tmp_path: Path) -> None:
     target = tmp_path / "project"
     assert run(["new-backend", "acme_x1", "--kind", kind, "--directory", str(target)]) == 0
     files = _files(target)

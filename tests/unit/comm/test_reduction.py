@@ -69,9 +69,7 @@ def test_reduction_into_any_of_its_parts_is_right(
 
 @pytest.mark.parametrize("groups", [[2, 4], [4, 2], [2, 2, 2], [3, 2], [3, 4]], ids=str)
 @pytest.mark.parametrize("reduction", ["sum", "avg"])
-def test_sum_of_groups_of_neighbours_is_that_of_all_ranks(
-    groups: list[int], reduction: Any
-) -> None:
+def test_sum_of_groups_of_neighbours_is_that_of_all(groups: list[int], reduction: Any) -> None:
     """Groups of two or four of neighbours, then of those, from the last axis to the first."""
     values = parts(math.prod(groups), 1000, torch.float32)
     at_once = torch.empty(1000)

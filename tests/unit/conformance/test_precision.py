@@ -166,9 +166,7 @@ LOWER = [
 @pytest.mark.parametrize(
     ("name", "label", "dtype"), LOWER, ids=[f"{n}-{c}-{FORMATS[d].name}" for n, c, d in LOWER]
 )
-def test_reference_one_precision_class_lower_fails(
-    name: str, label: str, dtype: torch.dtype
-) -> None:
+def test_reference_one_precision_lower_fails(name: str, label: str, dtype: torch.dtype) -> None:
     call = next(c for c in ORACLES[name].calls if c.label == label)
     run = Run(SPECS[name], call, dtype)
     assert all(found.failure is None for found in run.measurements(lower=False))

@@ -103,9 +103,7 @@ def show(report: Report) -> str:
     (UnsupportedError("no capability 'memory_stats'"), "failed", "memory_stats"),
     (UnsupportedError("not today"), "failed", "not today"),
 ])  # fmt: skip
-def test_exception_of_a_case_becomes_its_outcome(
-    error: Exception, outcome: str, words: str
-) -> None:
+def test_exception_of_a_case_is_its_outcome(error: Exception, outcome: str, words: str) -> None:
     result = run_case(Case(id="device/x", run=fail(error)), backend(), "quick")
     assert result.outcome == outcome
     assert words in result.reason
@@ -113,9 +111,7 @@ def test_exception_of_a_case_becomes_its_outcome(
 
 
 @pytest.mark.parametrize("is_wrong", [False, True])
-def test_backend_that_cannot_say_what_served_a_call_fails_and_the_run_goes_on(
-    is_wrong: bool,
-) -> None:
+def test_backend_that_cannot_say_what_served_a_call_fails_and_a_run_goes_on(is_wrong: bool) -> None:
     def run(context: Context) -> None:
         context.served_by = lambda: str(1 / 0)
         check(not is_wrong, "wrong")

@@ -116,9 +116,7 @@ ALL = list(range(1, 129))
 
 
 @pytest.mark.parametrize(("order", "expected"), [("forward", ALL), ("reverse", ALL[::-1])])
-def test_threads_in_a_fixed_order_run_one_warp_after_another(
-    order: str, expected: list[int]
-) -> None:
+def test_threads_in_a_fixed_order_run_warp_after_warp(order: str, expected: list[int]) -> None:
     found = numbers("order of threads", order=order)
     assert found[:128] == expected
     assert sorted(found[128:]) == ALL

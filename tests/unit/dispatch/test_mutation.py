@@ -75,9 +75,7 @@ def test_write_to_a_parameter_is_allowed_and_leaves_it_a_leaf(clip: Function) ->
 
 
 @pytest.mark.parametrize("context", ["plain", "autocast"])
-def test_write_to_the_result_of_a_recorded_operation_is_refused(
-    clip: Function, context: str
-) -> None:
+def test_write_to_a_result_of_a_recorded_operation_is_refused(clip: Function, context: str) -> None:
     leaf = torch.ones(3, requires_grad=True)
     result = leaf * 2
     with torch.autocast("cpu", enabled=context == "autocast"):

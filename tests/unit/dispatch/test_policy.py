@@ -51,9 +51,7 @@ def test_pin_that_cannot_be_met_is_an_error_with_the_reason() -> None:
         ops.layer_norm(X, W)
 
 
-def test_pin_to_a_row_that_refuses_this_call_is_an_error_that_names_the_pin(
-    install: Install,
-) -> None:
+def test_pin_to_a_row_that_refuses_a_call_is_an_error_that_names_the_pin(install: Install) -> None:
     table = OperatorTable()
     table.forward("rms_norm", limits={"hidden": {16}})(SPECS["rms_norm"].forward)
     install(table)

@@ -99,9 +99,7 @@ def test_copy_of_a_fused_module_computes_the_same(
     assert list(twin.state_dict()) == list(module.state_dict())
 
 
-def test_fused_module_with_frozen_parameters_leaves_them_without_gradients(
-    module: nn.Module,
-) -> None:
+def test_fused_module_with_frozen_parameters_gives_them_no_gradients(module: nn.Module) -> None:
     x = inputs(3).requires_grad_()
     fused(module.requires_grad_(requires_grad=False))(x).sum().backward()
     assert x.grad is not None

@@ -84,9 +84,7 @@ def test_linear_cross_entropy_never_holds_the_logits(which: str) -> None:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_linear_cross_entropy_over_several_chunks_equals_the_whole(
-    reduction: Any, pin: str
-) -> None:
+def test_linear_cross_entropy_over_chunks_equals_the_whole(reduction: Any, pin: str) -> None:
     x, weight, target, bias = product(700, 8, 4001)
     options = {**ALL, "reduction": reduction}
     found = []

@@ -62,9 +62,7 @@ def test_two_distributions_with_one_name_are_both_listed(sites: tuple[Path, Path
     }  # fmt: skip
 
 
-def test_kernel_packs_are_listed_for_their_backend_and_device_only(
-    sites: tuple[Path, Path],
-) -> None:
+def test_kernel_packs_are_listed_for_their_backend_and_device(sites: tuple[Path, Path]) -> None:
     packs = "abc.x = d\nacme.y.z = c\nacme.x = a\nacmeter.x = b\n"
     _add(sites[0], "packs", "1", f"[anychip.kernels]\n{packs}")
 

@@ -38,9 +38,7 @@ def _read() -> dict[str, Probe]:
     return {key: probe for key, (probe, _) in probe_cache.read().items()}
 
 
-def test_answers_written_are_read_back_equal_but_for_those_that_nothing_outdates(
-    file: Path,
-) -> None:
+def test_answers_written_are_read_back_equal_but_those_that_nothing_outdates(file: Path) -> None:
     probe_cache.write(ANSWERS)
     assert _read() == {key: ANSWERS[key] for key in SHOWN}
     assert [path.name for path in file.parent.iterdir()] == ["probes.json"]

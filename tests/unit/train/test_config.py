@@ -116,9 +116,7 @@ def test_setting_that_cannot_be_is_an_error_that_says_what_can(setting: str, ans
     (["eval.files=['a']", "eval.keep_best=true"], "keep_best needs several evaluations"),
     (["eval.files=['a']", "eval.ema=true"], "eval.ema = true asks an average .* optimizer.ema_d"),
 ], ids=["both", "patience", "best", "average"])  # fmt: skip
-def test_settings_of_evaluation_that_need_each_other_say_so(
-    settings: list[str], answer: str
-) -> None:
+def test_evaluation_settings_that_need_each_other_say_so(settings: list[str], answer: str) -> None:
     with pytest.raises(ConfigError, match=answer):
         config.load(None, settings)
 

@@ -81,9 +81,7 @@ def test_mesh_of_one_rank_has_every_axis() -> None:
     ({"data": True}, "axis 'data' must be at least 1, got True"),
     ({}, "at least one axis expected"),
 ], ids=["too-many", "advice", "zero", "bool", "empty"])  # fmt: skip
-def test_mesh_with_sizes_that_do_not_fit_says_what_would(
-    sizes: dict[str, int], message: str
-) -> None:
+def test_mesh_of_sizes_that_do_not_fit_says_what_would(sizes: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Mesh(alone(), sizes)
 

@@ -34,6 +34,7 @@ from anychip.operators.loss import (
     check_targets,
     cross_entropy_backward,
     cross_entropy_forward,
+    sampled_options,
 )
 
 CHUNK = 1 << 20
@@ -146,21 +147,15 @@ def _check_shapes(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None
 
 
 def _samples(maker: SampleMaker) -> Iterator[Sample]:
-    plain = {"ignore_index": -100, "label_smoothing": 0.0, "z_loss": 0.0, "reduction": "mean"}
-    changes: tuple[dict[str, Any], ...] = (
-        {},
-        {"reduction": "sum", "label_smoothing": 0.1},
-        {"reduction": "none", "z_loss": 1e-3},
-        {"ignore_index": 2, "label_smoothing": 0.1, "z_loss": 1e-3},
-    )
+    last = {"ignore_index": 2, "label_smoothing": 0.1, "z_loss": 1e-3}
     for shape, inputs, classes in (((6,), 8, 11), ((2, 3), 17, 130)):
         x, weight = maker.normal(*shape, inputs), maker.normal(classes, inputs, scale=0.3)
         target, bias = maker.integers(classes, *shape), maker.normal(classes)
         target.reshape(-1)[0] = 2
-        for index, change in enumerate(changes):
-            label = f"{'x'.join(map(str, shape))}x{inputs}->{classes},{change or 'defaults'}"
+        for index, (options, changes) in enumerate(sampled_options(last)):
             args = (x, weight, target, bias if index % 2 else None)
-            yield Sample(args, {**plain, **change}, label.replace(" ", ""))
+            label = f"{'x'.join(map(str, shape))}x{inputs}->{classes},{changes}"
+            yield Sample(args, options, label)
 
 
 def _shards(

@@ -114,20 +114,21 @@ def check_options(*, label_smoothing: float, z_loss: float, reduction: str) -> N
         raise ValueError(f"z_loss must be at least 0, got {z_loss}")
 
 
-def _samples(maker: SampleMaker) -> Iterator[Sample]:
+def sampled_options(*more: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
+    """Options of a sample, and what its label says of them; more: changes of the defaults."""
     plain = {"ignore_index": -100, "label_smoothing": 0.0, "z_loss": 0.0, "reduction": "mean"}
-    changes: tuple[dict[str, Any], ...] = (
-        {},
-        {"reduction": "sum", "label_smoothing": 0.1},
-        {"reduction": "none", "z_loss": 1e-3},
-        {"ignore_index": 2},
-    )
+    summed = {"reduction": "sum", "label_smoothing": 0.1}
+    changes = ({}, summed, {"reduction": "none", "z_loss": 1e-3}, *more)
+    return [(plain | change, f"{change or 'defaults'}".replace(" ", "")) for change in changes]
+
+
+def _samples(maker: SampleMaker) -> Iterator[Sample]:
     for shape, vocabulary in (((6,), 11), ((2, 3), 130)):
         logits, target = maker.normal(*shape, vocabulary), maker.integers(vocabulary, *shape)
         target.reshape(-1)[0] = 2
-        for change in changes:
-            label = f"{'x'.join(map(str, shape))}x{vocabulary},{change or 'defaults'}"
-            yield Sample((logits, target), {**plain, **change}, label.replace(" ", ""))
+        for options, changes in sampled_options({"ignore_index": 2}):
+            label = f"{'x'.join(map(str, shape))}x{vocabulary},{changes}"
+            yield Sample((logits, target), options, label)
 
 
 def _shards(

@@ -184,7 +184,8 @@ def _visible(choose: Choices, draw: Draw, factor: str, shape: Sequence[int]) -> 
 
     So do padding and windows hide them, and a kernel meets tiles without a visible key.
     """
-    kind = choose.of(factor, "some", "the first", "the last", "all but a run")
+    kinds = "some", "the first", "the last", "all but a run"
+    kind = choose.of(factor, *kinds) if shape[-1] > 1 else "some"  # of one key all hide the same
     if kind == "some":
         return draw.uniform(*shape) < 0.7
     keys = shape[-1]

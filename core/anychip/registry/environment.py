@@ -111,13 +111,13 @@ def secret() -> bytes:
         ValueError: it can be guessed.
         OSError: the file cannot be read.
     """
-    text = os.environ.get("ANYCHIP_SECRET", "").strip()
+    text, where = os.environ.get("ANYCHIP_SECRET", "").strip(), "ANYCHIP_SECRET"
     file = os.environ.get("ANYCHIP_SECRET_FILE", "").strip()
     if not text and file:
-        text = Path(file).read_text(encoding="utf-8").strip()
+        text, where = Path(file).read_text(encoding="utf-8").strip(), file
     if (text or file) and len(text) < _SECRET_LENGTH:
         raise ValueError(
-            f"{'ANYCHIP_SECRET' if not file else file}: a secret of at least {_SECRET_LENGTH} "
+            f"{where}: a secret of at least {_SECRET_LENGTH} "
             f"characters expected, got {len(text)}; `openssl rand -hex 32` makes one"
         )
     return text.encode()

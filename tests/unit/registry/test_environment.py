@@ -108,6 +108,9 @@ def test_secret_is_the_variable_or_the_file_and_not_a_short_one(
     assert environment.secret() == b"of sixteen letters"
     monkeypatch.setenv("ANYCHIP_SECRET", "another of sixteen")
     assert environment.secret() == b"another of sixteen"
+    monkeypatch.setenv("ANYCHIP_SECRET", "short")  # which was read, though there is a file too
+    with pytest.raises(ValueError, match=r"^ANYCHIP_SECRET: a secret of at least 16 characters"):
+        environment.secret()
 
 
 def test_flight_record_without_its_variable_is_none() -> None:

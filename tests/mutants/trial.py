@@ -199,12 +199,15 @@ def _asked(every: Iterator[Any], question: Question) -> Iterator[Any]:
 
 
 def _in_turn(cases: Iterator[Any]) -> list[Any]:
-    """One of each operator, dtype and chapter after the other, so that what kills comes early."""
-    groups: dict[str, list[Any]] = {}
+    """What asks for first calls before all, as in the suite; then one case of each operator, dtype
+    and chapter after the other, so that what kills comes early.
+    """
+    firsts, groups = list[Any](), dict[str, list[Any]]()
     for case in cases:
-        groups.setdefault(case.id.rpartition("/")[0], []).append(case)
+        group, _, name = case.id.rpartition("/")
+        (firsts if "first-" in name else groups.setdefault(group, [])).append(case)
     turns = itertools.zip_longest(*groups.values())
-    return [case for turn in turns for case in turn if case is not None]
+    return [*firsts, *(case for turn in turns for case in turn if case is not None)]
 
 
 def _serves(operators: Sequence[str], id: str) -> bool:

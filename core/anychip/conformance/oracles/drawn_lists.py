@@ -32,14 +32,16 @@ _SHAPES: Classes = {
 
 MANY = 12
 """Tensors of a class's shapes; those behind them have few elements."""
-_COUNTS = (7, 9, 16, 33, 12, 8, 20, 340, 10, 24, 6, 14, 70, 18, 28, 11, 36, 128, 13, 15, 30, 17, 22,
-           26, 19, 40, 21, 29, 23, 31, 25, 34, 27, 48)  # fmt: skip
-"""Among them once what several launches of a kernel share."""
+_COUNTS = (7, 9, 16, 33, 12, 8, 20, 48, 10, 24, 6, 14, 18, 28, 11, 36, 13, 15, 30, 17, 22, 26, 19,
+           40, 21, 29, 23, 31, 25, 34, 27)  # fmt: skip
+_HUNDREDS = (70, 96, 72, 130, 66, 80, 270, 75, 90, 68)
+"""What several launches of a kernel share."""
 
 
 def _shapes(choose: Choices) -> list[tuple[int, ...]]:
     """Shapes of the tensors of a list."""
-    count = choose.number("tensors", (3, 4, 5), (1,), (2,), _COUNTS)
+    counts = {"few": (3, 4, 5), "1": (1,), "2": (2,), "more": _COUNTS, "hundreds": _HUNDREDS}
+    count = choose.member("tensors", counts, sparing=True)
     shapes = choose.member("shapes", {name: (shapes,) for name, shapes in _SHAPES.items()})
     first = choose.turn("shapes")
     most = min(count, max(MANY, len(shapes)))  # of shapes that are given, all

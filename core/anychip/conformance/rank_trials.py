@@ -27,6 +27,8 @@ PERIOD = 99991
 prime, so that no two pieces of a large tensor are alike."""
 POISONS = (math.nan, 1.0, -1.0, math.inf)
 """What lies in outputs before, and beside all tensors."""
+EQUAL = 8
+"""Of so many inputs one has all numbers equal; more would hide what goes to another place."""
 POLL_S = 30.0
 """So long may work take that is under way on all ranks, before is_done() has to say so."""
 
@@ -59,6 +61,8 @@ class Trial:
         """
         place = zlib.crc32(f"{self.label}/{rank}".encode()) % PERIOD
         pool = _pool(self.dtype, bits=bits)
+        if place % EQUAL == 0 and not bits:
+            return pool[place].repeat(numel)
         ends = [pool[place:], *[pool] * (numel // PERIOD), pool[:place]]
         return torch.cat(ends)[:numel] if place + numel > PERIOD else ends[0][:numel].clone()
 

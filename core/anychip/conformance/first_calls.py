@@ -5,12 +5,13 @@ a ring of workspaces comes round: a second call may be wrong where the first and
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 from torch import Tensor
 
-from anychip.conformance.calls import tensors_of
+from anychip.conformance.calls import Arguments, tensors_of
 from anychip.conformance.case import Case, Context, check_same_bits
 from anychip.conformance.formats import FORMATS
 from anychip.conformance.many_times import can_repeat, large_calls
@@ -21,6 +22,8 @@ from anychip.dispatch.operator import registered
 TIMES = 20
 ELEMENTS = 1 << 13
 """So many the largest argument has, of a call that can repeat a small one."""
+LISTED = 4
+"""So many times as long are lists."""
 T = TypeVar("T", bound=Trial)
 
 
@@ -59,16 +62,21 @@ def _ask(context: Context, of: Subject, made: Any, run: Any, judge: Any) -> None
 
 
 def _trial(context: Context, of: Subject, made: Any, seed: int) -> Any:
-    """A plain call that fills no vectors, repeated where it can be; a list is long enough."""
+    """A plain call that fills no vectors, repeated where it can be, or with longer lists."""
 
     def size(trial: Trial) -> tuple[int, int]:
         sizes = [(t.numel(), sum(t.shape[-1:]) % 2) for t in tensors_of(trial.arguments[0])]
         numel, is_odd = max(sizes, default=(0, 0))
         return is_odd, numel
 
+    def longer(_: object) -> Arguments:
+        args, attrs = largest.arguments
+        return tuple([t.clone() for t in arg * LISTED] if isinstance(arg, list) else arg
+                     for arg in args), attrs  # fmt: skip
+
     plain = (made(of.operator, call, of.dtype, seed) for call in of.oracle.plain)
     largest = max(plain, key=size)
     if not of.returns or not can_repeat(of, context):
-        return largest
+        return made(of.operator, replace(largest.call, make=longer), of.dtype, seed)
     large = (one.call for one in large_calls(largest, context, ELEMENTS))
     return made(of.operator, next(large, largest.call), of.dtype, seed)

@@ -148,8 +148,11 @@ def check_values(context: Context, of: Subject, *, call: Call) -> None:
 
 
 def gradients_of(context: Context, trial: GradientTrial) -> Sequence[Tensor]:
-    """Gradients of a call on arguments of its own."""
-    return backward(context, trial, *trial.start(context), trial.output_gradients())
+    """Gradients of a call on arguments of its own, none of which it writes."""
+    placed, leaves = trial.start(context)
+    found = backward(context, trial, placed, leaves, trial.output_gradients())
+    trial.check_untouched(placed)
+    return found
 
 
 def judge(context: Context, of: Subject, trial: GradientTrial, found: Sequence[Tensor]) -> None:

@@ -49,8 +49,11 @@ def cases(context: Context) -> Iterator[Case]:
 
 
 def results_of(context: Context, trial: Trial) -> Sequence[Tensor]:
-    """Results of a call on arguments of its own."""
-    return trial.run(trial.place(context))
+    """Results of a call on arguments of its own, of which it writes no more than it may."""
+    placed = trial.place(context)
+    results = trial.run(placed)
+    trial.check_untouched(placed)
+    return results
 
 
 def judge(context: Context, of: Subject, trial: Trial, results: Sequence[Tensor]) -> None:

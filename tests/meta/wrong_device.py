@@ -27,6 +27,12 @@ def _lenient(accepts: Callable[[Any], bool], number: Callable[[Any], int]) -> An
     return check_index
 
 
+def _but_for_the_fourth(self: HonestBackend, index: int) -> None:
+    self.thread.sets = getattr(self.thread, "sets", 0) + 1
+    if self.thread.sets != 4:
+        HonestBackend.set_device(self, index)
+
+
 class AnyIndex(CountingMemory):
     """Statistics are the same whatever is asked for, so that nobody looks at it."""
 
@@ -102,6 +108,7 @@ def _declares(**changes: Any) -> Callable[..., DeviceProperties]:
 CATALOGUE: tuple[Wrong, ...] = (
     wrong_device("current-device-is-text", "wrong type of a result", check_index=_any_index,
                  current_device=lambda self: f"cpu:{getattr(self.thread, 'index', 0)}"),
+    wrong_device("fourth-device-is-not-set", "a warm-up that ends", set_device=_but_for_the_fourth),
     wrong_device("index-out-of-range", "missing check of an index", check_index=_any_index),
     wrong_device("index-wraps", "an index out of range means another device",
                  check_index=lambda self, index: int(_any_index(self, index)) % DEVICES),

@@ -242,7 +242,10 @@ def joined(tensors: Sequence[Rounded]) -> Rounded:
 def parts(whole: Rounded, like: Sequence[Rounded]) -> list[Rounded]:
     """Of what :func:`joined` made, the tensors."""
     ends = itertools.pairwise([0, *itertools.accumulate(t.value.size for t in like)])
-    return [whole[a:b].reshape(*t.shape) for (a, b), t in zip(ends, like, strict=True)]
+    return [
+        whole.shaped(lambda array, a=a, b=b, t=t: array[a:b].reshape(t.shape))  # type: ignore[misc]
+        for (a, b), t in zip(ends, like, strict=True)
+    ]
 
 
 def matmul(a: Rounded, b: Rounded) -> Rounded:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from anychip.conformance.case import bytes_of, check
+from anychip.conformance.case import bits_of, check
 from anychip.conformance.formats import FORMATS
 from anychip.contract import HOST, SampleMaker
 
@@ -145,19 +145,19 @@ class Placed:
         Args:
             written: the operator may write the tensor, and only it.
         """
-        after = bytes_of(self.buffer)
+        after = bits_of(self.buffer)
         if torch.equal(after, self.before):
             return None
-        changed = (after != self.before).view(self.buffer.numel(), -1)
+        changed = after != self.before
         inside = self.taken
         if inside is None:
             t, inside = self.tensor, torch.zeros(self.buffer.numel(), dtype=torch.bool)
             inside.as_strided(t.shape, t.stride(), t.storage_offset()).fill_(True)
-        outside = int((changed.any(-1) & ~inside).sum())
+        outside = int((changed & ~inside).sum())
         if outside:
             return f"{outside} elements outside of it were overwritten"
         if not written and changed.any():
-            return f"{int(changed.any(-1).sum())} of its elements were overwritten"
+            return f"{int(changed.sum())} of its elements were overwritten"
         return None
 
 
@@ -171,7 +171,7 @@ def place(tensor: Tensor, device: torch.device, layout: Layout = "contiguous") -
         once = tuple(slice(0, 1) if step == 0 else slice(None) for step in stride)
         view, tensor = view[once], tensor[once]
     view.copy_(tensor)
-    before, on_device = bytes_of(buffer).clone(), buffer.to(device)
+    before, on_device = bits_of(buffer).clone(), buffer.to(device)
     view = on_device.as_strided(shape, stride, start)
     return Placed(tensor=view, buffer=on_device, before=before)
 
@@ -204,7 +204,7 @@ def place_shared(tensors: Sequence[Tensor], device: torch.device, layout: Layout
     for start, tensor in zip(starts, tensors, strict=True):
         buffer[start : start + tensor.numel()] = tensor.reshape(-1)
         taken[start : start + tensor.numel()] = True
-    before, on_device = bytes_of(buffer).clone(), buffer.to(device)
+    before, on_device = bits_of(buffer).clone(), buffer.to(device)
     views = tuple(
         on_device[start : start + t.numel()].view(t.shape)
         for start, t in zip(starts, tensors, strict=True)

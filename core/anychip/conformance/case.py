@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from anychip.conformance.arithmetic import Rounded
-from anychip.conformance.bounds import Measurement, measure
+from anychip.conformance.bounds import NOTHING, Known, Measurement, measure
 from anychip.conformance.covering import Coverage
 from anychip.conformance.formats import FORMATS
 from anychip.contract import Backend, OperatorSpec, UnsupportedError
@@ -86,6 +86,7 @@ class Context:
         call: the operator call at hand, in one line, or what tells it; shown when the case fails.
         served_by: which implementation served the call, or what tells it.
         measurements: distributions of errors.
+        known: of errors that are no larger than these nobody asks how they are distributed.
         note: what a passed case found that a reader would want to know.
         curve: of a training.
         coverage: of a design.
@@ -97,6 +98,7 @@ class Context:
     call: Told = None
     served_by: Told = None
     measurements: list[Measurement] = field(default_factory=list)
+    known: Known = field(default_factory=lambda: NOTHING)
     note: str = ""
     curve: Curve | None = None
     coverage: Coverage | None = None
@@ -135,7 +137,7 @@ class Context:
             CheckFailedError: it is outside the bound.
         """
         with np.errstate(all="ignore"):
-            measurement = measure(name, got, want, statistical=statistical)
+            measurement = measure(name, got, want, statistical=statistical, known=self.known)
         self.measurements.append(measurement)
         check(measurement.failure is None, f"{name}: {measurement.failure}")
 
@@ -151,11 +153,10 @@ def check_equal_bits(name: str, got: torch.Tensor, want: torch.Tensor) -> None:
     check(got.dtype == want.dtype, f"{name}: {want.dtype} expected, got {got.dtype}")
     check(got.shape == want.shape, f"{name}: shape {tuple(want.shape)}, got {tuple(got.shape)}")
     # A bool has more than two bytes, of which torch makes 1 or 0 at some copies, and not at others.
-    left, right = (bytes_of(t.clone() if t.dtype == torch.bool else t) for t in (got, want))
+    left, right = (bits_of(t.clone() if t.dtype == torch.bool else t) for t in (got, want))
     if not torch.equal(left, right):
-        flat = int((left != right).nonzero()[0]) // got.element_size()
-        place = [int(i) for i in np.unravel_index(flat, tuple(got.shape))] if got.dim() else []
-        here, there = (tensor.detach().cpu().reshape(-1)[flat].item() for tensor in (got, want))
+        place = (left != right).nonzero()[0, : got.dim()].tolist()
+        here, there = (tensor.detach().cpu()[tuple(place)].item() for tensor in (got, want))
         raise CheckFailedError(
             f"{name}: the bits differ, first at {place}: {here:.9g} and {there:.9g}"
         )
@@ -169,12 +170,14 @@ def check_same_bits(
         check_equal_bits(f"{name}{note}", left, right)
 
 
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's bytes, flat, on the host: its own where it is there and contiguous."""
-    flat = tensor.detach().cpu().contiguous().view(-1)
-    if flat.numel() < 2:  # it may keep any stride, which a view of bytes refuses
-        flat = flat.clone(memory_format=torch.contiguous_format)
-    return flat.view(torch.uint8)
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Whole numbers with a tensor's bits, on the host: its own memory where it is there."""
+    host = tensor.detach().cpu()
+    host = torch.view_as_real(host) if host.is_complex() else host
+    return host.view(_BITS[host.dtype.itemsize])
 
 
 def expect_error(

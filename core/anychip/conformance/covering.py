@@ -12,7 +12,8 @@ What can meet need not be known before. Whoever makes a row says of each factor,
 come, which levels the row can still have. A combination that no row has when it was tried for, then
 with all as simple as it can be until it is there, at last with all else so too, is left out. And a
 level may hide what others do (NaN in all results, another implementation): such a row counts for
-that level's own combinations only.
+that level's own combinations only. Levels that the same implementation serves hide nothing of each
+other: a row of several counts for all of theirs.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -74,8 +75,8 @@ class CoveringArray:
         self._kept: Places = 0
         """Of each level: whether it hides what others do; whether this row had better not have it,
         which would lose its start."""
-        self._always = set[int]()
-        """Places of levels that hide in every row."""
+        self._always = dict[int, str]()
+        """Of the places of levels that hide in every row, what serves such a row."""
         self._drawn: list[float] = []
         """Of each level that none could have: how many rows that were not to be simple asked for
         its factor; of others minus infinity."""
@@ -135,7 +136,7 @@ class CoveringArray:
         self._fixed.append(place)
         return level
 
-    def end(self, refused: Collection[str] = (), hiding: Collection[str] = ()) -> bool:
+    def end(self, refused: Collection[str] = (), hiding: Set[str] = frozenset()) -> bool:
         """Counts what the row has; False where that is nothing new, so that it need not be asked.
 
         Args:
@@ -146,11 +147,13 @@ class CoveringArray:
         had = {f: self.factors[f].start + n for f, n in self.row.items() if f not in refused}
         hides = [place for f, place in had.items() if f in hiding or place in self._always]
         self._hides |= _set(hides)
-        seen = hides if len(hides) > 1 else [*had.values()]
+        is_one = self._served(hides) is not None and not hiding & had.keys()
+        seen = hides if len(hides) > 1 and not is_one else [*had.values()]
         for some, others in ((hides or seen, seen), (seen, hides or seen)):
             for place in some:
                 self._had[place] |= _set(others)
-        is_new = self._found(list(had.values()), hides) or not self._start
+        parts = [[place] for place in hides] if is_one else [hides]
+        is_new = any([self._found(list(had.values()), part) for part in parts]) or not self._start
         start, lacks = self._start, not set(self._start) <= set(had.values())
         if len(start) == self.strength:
             lacks = bool(self._missing.get(start[:-1], 0) >> start[-1] & 1)
@@ -163,9 +166,9 @@ class CoveringArray:
             self._turns.update(self.row.items())
         return is_new
 
-    def hide(self, factor: str) -> None:
+    def hide(self, factor: str, served: str) -> None:
         """The row's level of it has turned out to hide what others do, in whatever row."""
-        self._always.add(self.factors[factor].start + self.row[factor])
+        self._always[self.factors[factor].start + self.row[factor]] = served
 
     def asked(self) -> list[list[float]]:
         """(factors, factors) of the pairs of levels, or levels, that can be, the part in a row."""
@@ -234,14 +237,26 @@ class CoveringArray:
         if self._simple and (self._simple_throughout or not set(self._start) <= set(self._fixed)):
             return (kept or fitting)[0]
         own = list(dict.fromkeys((*self._fixed, *self._start)))
-        hides = [place for place in own if self._hides >> place & 1]
-        if len(hides) < self.strength:
-            kept = [place for place in kept if not self._hides >> place & 1]
-        others = self.strength - 1
+        hides, others = [place for place in own if self._hides >> place & 1], self.strength - 1
+        served = self._served(hides)
+        alike = [place for place in kept if served and self._always.get(place) == served]
+        if len(hides) < self.strength or served:
+            kept = [place for place in kept if not self._hides >> place & 1 or place in alike]
         axes = [[place] for place in hides] + [own] * (others - len(hides))
         axes = axes if len(hides) <= others else [hides] * others
-        gains = [self._gain(p, axes) + self._random.random() - less * (p > kept[0]) for p in kept]
+        axes = [hides, *[own] * (others - 1)] if served and others else axes
+        gains = [
+            self._gain(p, [own] * others if p in alike else axes)
+            + self._random.random()
+            - less * (p > kept[0])
+            for p in kept
+        ]
         return kept[gains.index(max(gains))] if kept else fitting[0]
+
+    def _served(self, hides: Sequence[int]) -> str | None:
+        """What serves a row with levels that hide, if nothing but that is why they do."""
+        served = {self._always.get(place) for place in hides}
+        return served.pop() if len(served) == 1 else None
 
     def _gain(self, place: int, axes: list[list[int]]) -> int:
         """Missing combinations that a level makes with those of a row, one of each axis."""

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
-from anychip.conformance.bounds import Measurement
+from anychip.conformance.bounds import NOTHING, Measurement
 from anychip.conformance.calling_rules import alike, can_lie, fill_free_blocks
 from anychip.conformance.calls import (
     READ_ONLY_LAYOUTS,
@@ -217,8 +217,8 @@ class Asked(NamedTuple):
 
         plain = served("contiguous")
         for factor, name in lying.items():
-            if served({name: layout[name]}) != plain:
-                array.hide(factor)
+            if (other := served({name: layout[name]})) != plain:
+                array.hide(factor, str(other))
 
 
 _ASKED: Mapping[str, Callable[[int, tuple[str, ...]], tuple[str, ...]]] = {
@@ -313,13 +313,15 @@ def ask(context: Context, asked: Asked) -> None:
     kept, failed, count = context.measurements, list[_Failed](), 0
 
     def tried(at: DesignRow, chosen: Mapping[str, object], row: DesignedCall) -> _Failed | None:
-        context.measurements = []
+        context.measurements, context.known = [], {one.of: one.max for one in kept}
         try:
             _from(context, row.caller, lambda: asked.check(context, asked.of(row), row))
         except UnsupportedError:
             raise
         except Exception as error:
             return _Failed(at, chosen, error)
+        finally:
+            context.known = NOTHING
         kept[:] = _largest([*kept, *context.measurements])
         return None
 
@@ -505,7 +507,6 @@ def _largest(measurements: Sequence[Measurement]) -> list[Measurement]:
     """Of each result in each format the one with the largest error."""
     found: dict[tuple[str, str], Measurement] = {}
     for one in measurements:
-        key = one.name.split("[")[0], one.format
-        if key not in found or one.max > found[key].max:
-            found[key] = one
+        if one.of not in found or one.max > found[one.of].max:
+            found[one.of] = one
     return list(found.values())

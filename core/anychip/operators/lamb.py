@@ -74,11 +74,11 @@ def _sums_forward(
     if not params:
         return _sums_fake(params, grads, exp_avgs, exp_avg_sqs, step)
     direction = _directions(step + 1.0, **attrs)
-    steps = [
-        rows_of([direction(param.float(), scaled(grad, scale, clip), *averages)[0]])
+    steps = (
+        direction(param.float(), scaled(grad, scale, clip), *averages)[0]
         for param, grad, *averages in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)
-    ]
-    return torch.stack([rows_of(params), torch.cat(steps)])
+    )
+    return torch.stack([rows_of(params), rows_of(steps)])
 
 
 def _sums_fake(

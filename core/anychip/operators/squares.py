@@ -22,7 +22,7 @@ Note: Exact sums
     float64 per lane, and bins would need three.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -36,8 +36,10 @@ WIDTH = NUM_DIGITS + 2
 """Entries of a row: digits, how many infinities, how many NaN."""
 _LOWEST = -298
 _MASK = (1 << 32) - 1
+_EXPONENTS = 256
 _ELEMENTS_AT_ONCE = 1 << 20
-"""Elements that are squared together: their copies stay small. Below 2^31, as sums have 63 bits."""
+"""Elements and sums that are made together: their copies stay small. Below 2^31, as sums have 63
+bits."""
 
 
 def carried(rows: Tensor) -> Tensor:
@@ -76,41 +78,49 @@ def root(rows: Tensor) -> Tensor:
     return torch.where(nans, torch.nan, total).sqrt().to(torch.float32)
 
 
-def rows_of(tensors: Sequence[Tensor]) -> Tensor:
-    """The reference: (len(tensors), WIDTH) int64."""
-    return carried(torch.stack([_row(tensor.reshape(-1)) for tensor in tensors]))
+def rows_of(tensors: Iterable[Tensor]) -> Tensor:
+    """The reference: (tensors, WIDTH) int64. What makes tensors one by one need not keep them."""
+    found, group, counts, room = list[Tensor](), list[Tensor](), list[int](), _ELEMENTS_AT_ONCE
+    for tensor in tensors:
+        parts = tensor.reshape(-1).split(_ELEMENTS_AT_ONCE)
+        counts.append(len(parts))
+        for part in parts:
+            if group and len(part) + 2 * _EXPONENTS > room:
+                found.append(_sums(group))
+                group, room = [], _ELEMENTS_AT_ONCE
+            group.append(part)
+            room -= len(part) + 2 * _EXPONENTS
+    rows = torch.cat([*found, _sums(group)])
+    if max(counts) > 1:
+        rows = torch.stack([parts.sum(0) for parts in rows.split(counts)])
+    return carried(rows)
 
 
-def _row(flat: Tensor) -> Tensor:
-    row = torch.zeros(WIDTH, dtype=torch.int64, device=flat.device)
-    for part in flat.split(_ELEMENTS_AT_ONCE):
-        # Until then digits stay below 2^63 by far.
-        row = carried(row + _part(part.float().contiguous().view(torch.int32)))
-    return row
-
-
-def _part(bits: Tensor) -> Tensor:
-    """Sums of squares by exponent, which become digits."""
+def _sums(parts: Sequence[Tensor]) -> Tensor:
+    """(parts, WIDTH) int64: of each, sums of squares by exponent, which become digits."""
+    count, device = len(parts), parts[0].device
+    bits = torch.cat([part.float() for part in parts]).view(torch.int32)
+    which = torch.cat([torch.full_like(part, n, dtype=torch.int64) for n, part in enumerate(parts)])
     exponents, fractions = (bits >> 23) & 0xFF, (bits & 0x7FFFFF).to(torch.int64)
     whole = torch.where(exponents == 0, fractions, fractions | 0x800000)
     is_special = exponents == 255
     squares = torch.where(is_special, 0, whole * whole)
     place = exponents.clamp(min=1).to(torch.int64) - 1  # of units of 4^place
-    sums = torch.zeros(2, 256, dtype=torch.int64, device=bits.device)
-    sums[0].index_add_(0, place, squares & _MASK)
-    sums[1].index_add_(0, place, squares >> 32)
-    is_nan = is_special & (fractions != 0)
-    specials = torch.stack([(is_special & ~is_nan).sum(), is_nan.sum()])
+    sums = torch.zeros(2, count * _EXPONENTS, dtype=torch.int64, device=device)
+    sums[0].index_add_(0, which * _EXPONENTS + place, squares & _MASK)
+    sums[1].index_add_(0, which * _EXPONENTS + place, squares >> 32)
     # Sixteen exponents to a digit: their sums move by 0, 2, ... 30 bits, into up to three digits.
-    moved = torch.arange(0, 32, 2, device=bits.device)
-    found = torch.zeros(NUM_DIGITS, dtype=torch.int64, device=bits.device)
+    moved = torch.arange(0, 32, 2, device=device)
+    found = torch.zeros(count, WIDTH, dtype=torch.int64, device=device)
     for half in range(2):
-        low = (sums[half].view(16, 16) & _MASK) << moved
-        high = (sums[half].view(16, 16) >> 32) << moved
-        parts = (low & _MASK, (low >> 32) + (high & _MASK), high >> 32)
-        for above, part in enumerate(parts, half):
-            found[above : above + 16] += part.sum(1)
-    return torch.cat([found, specials])
+        by_digit = sums[half].view(count, 16, 16)
+        low, high = (by_digit & _MASK) << moved, (by_digit >> 32) << moved
+        for above, part in enumerate((low & _MASK, (low >> 32) + (high & _MASK), high >> 32), half):
+            found[:, above : above + 16] += part.sum(-1)
+    is_nan = is_special & (fractions != 0)
+    for entry, special in enumerate((is_special & ~is_nan, is_nan), NUM_DIGITS):
+        found[:, entry].index_add_(0, which, special.to(torch.int64))
+    return carried(found)
 
 
 def check(tensors: Sequence[Tensor]) -> None:

@@ -106,13 +106,40 @@ def test_pairs_are_asked_beside_no_level_that_hides_them() -> None:
     while array.begin():
         for factor, count in enumerate(levels):
             array.level(str(factor), [True] * count)
-        hides = [factor for factor, level in array.row.items() if (factor, level) in hiding]
+        hides = {factor for factor, level in array.row.items() if (factor, level) in hiding}
         if array.end((), hides):
             rows.append(set(array.row.items()))
     for (i, m), (j, n) in itertools.combinations(enumerate(levels), 2):
         for pair in itertools.product(range(m), range(n)):
             wanted = {(str(i), pair[0]), (str(j), pair[1])}
             assert any(wanted <= row and not row & hiding - wanted for row in rows), wanted
+
+
+@pytest.mark.parametrize("names", ["one", "two", "own"])
+def test_levels_that_one_implementation_serves_are_asked_beside_each_other(names: str) -> None:
+    """And beside no level that another one serves; with a name for each, beside none that hides."""
+    levels, array, rows = (5, 4, 4, 4), CoveringArray(2, 3), list[dict[str, int]]()
+    served = {"one": "aaa", "two": "aab", "own": "abc"}[names]
+
+    def by(row: dict[str, int]) -> set[str]:
+        """What serves a row, of factors whose levels but the first two go elsewhere."""
+        return {served[int(f) - 1] for f, level in row.items() if f != "0" and level > 1}
+
+    while array.begin():
+        for factor, count in enumerate(levels):
+            array.level(str(factor), [True] * count)
+        apart = {factor: level for factor, level in array.row.items() if level}
+        for factor, level in apart.items() if len(apart) <= FEW else ():
+            for other in by({factor: level}):
+                array.hide(factor, other)
+        if array.end():
+            rows.append(array.row)
+    for (i, m), (j, n) in itertools.combinations(enumerate(levels), 2):
+        for pair in itertools.product(range(m), range(n)):
+            wanted = {str(i): pair[0], str(j): pair[1]}
+            showing = [row for row in rows if row.items() >= wanted.items()]
+            assert any(by(row) == by(wanted) or len(by(wanted)) > 1 for row in showing), wanted
+    assert len(rows) <= {"one": 30, "two": 44, "own": 50}[names]
 
 
 def test_pairs_are_asked_of_the_implementation_that_serves_plain_calls(

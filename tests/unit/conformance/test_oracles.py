@@ -17,7 +17,7 @@ from torch import Tensor
 from anychip.conformance import designs
 from anychip.conformance.arithmetic import Rounded
 from anychip.conformance.calls import Call, tensors_of
-from anychip.conformance.case import bytes_of
+from anychip.conformance.case import bits_of
 from anychip.conformance.covering import CoveringArray
 from anychip.conformance.formats import FORMATS
 from anychip.conformance.oracles import ORACLES, fixed, philox, update
@@ -329,4 +329,4 @@ def test_call_made_twice_has_the_same_numbers(name: str, dtype: torch.dtype) -> 
     first, second = (arguments(name, call, dtype)[0] for _ in range(2))
     for a, b in zip(first, second, strict=True):
         if isinstance(a, Tensor):
-            assert torch.equal(bytes_of(a), bytes_of(b))
+            assert torch.equal(bits_of(a), bits_of(b))

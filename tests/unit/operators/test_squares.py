@@ -3,12 +3,14 @@
 import math
 from fractions import Fraction
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from anychip import ops
+from anychip.operators import squares
 from anychip.operators.lamb import trust_ratios
 from anychip.operators.squares import NUM_DIGITS, WIDTH, carried, root
 from tests.unit.dispatch.calls import bits
@@ -76,6 +78,16 @@ def test_parts_of_every_cut_have_the_bits_of_the_whole(
         assert math.isfinite(norm) or number(whole[0]) >= 2 ** (256 + 298)
     else:
         assert math.isnan(norm) if math.isnan(special) else norm == math.inf
+
+
+def test_reference_squares_few_elements_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several short tensors together, a long one in parts; of whatever makes them one by one."""
+    sizes = (3, 0, 700, 4500, 1, 1001, 2000, 12)
+    tensors = [numbers(n, n, exponents=255) for n in sizes]
+    whole = squares.rows_of(tensors)
+    assert whole.tolist() == ops.sums_of_squares(tensors).tolist()
+    monkeypatch.setattr(squares, "_ELEMENTS_AT_ONCE", 1500)
+    assert squares.rows_of(iter(tensors)).tolist() == whole.tolist()
 
 
 @settings(max_examples=200)

@@ -270,6 +270,8 @@ _WHOLE = (150, 257, 300), (1000, 512)
 """Positions, heads and batches of what attention's dropout is a part of."""
 _SCORES = (1 << 11,) * 7 + (1 << 14,)
 """So many scores a call has: of each a head takes a product, and a mask."""
+_NUMBERS = 1 << 19
+"""And so many elements queries and keys, but where the heads of one position have more."""
 
 
 def _attention(choose: Choices, draw: Draw, *, dropout: bool = False) -> Arguments:
@@ -278,8 +280,9 @@ def _attention(choose: Choices, draw: Draw, *, dropout: bool = False) -> Argumen
     most = max(min(_SCORES[0] // heads, 8 if dropout else _SCORES[0]), 1)
     batch = choose.number_up_to(most, "batch", (1,), (2, 3, 4, 8, 16, 33), (0,), LONG)
     room, cross = choose.room(batch, heads, elements=scores), choose.of("cross", False, True)
-    queries = room.size("queries", 2000 if cross else math.isqrt(room.left), none=True)
-    keys = room.size("keys", 2000, none=True) if cross else queries
+    long = max(min(_NUMBERS // max(batch * heads * dim, 1), 2000), 1)
+    queries = room.size("queries", long if cross else min(long, math.isqrt(room.left)), none=True)
+    keys = room.size("keys", long, none=True) if cross else queries
     shapes = {"q": (queries, heads), "k": (keys, kv_heads), "v": (keys, kv_heads)}
     args = [
         _attended(choose, draw, name, batch, length, count, dim)

@@ -176,7 +176,7 @@ class Choices:
 
     def probability(self, draw: Draw) -> float:
         """Of dropping. In float16 a hundred times what is left of wide numbers would not fit."""
-        low, half, high = (0.1, 0.2, 0.3, 0.01, 0.05), (0.5, 0.4, 0.6), (0.9, 0.7, 0.8, 0.99)
+        low, half, high = (0.1, 0.2, 0.3, 0.01, 0.05, 0.25), (0.5, 0.4, 0.6), (0.9, 0.7, 0.8, 0.99)
         fit = 3 if draw.dtype == torch.float16 else 4
         return self.number("p", low, (0.0,), half, high[:fit], (1.0,), hides=(1.0,))
 

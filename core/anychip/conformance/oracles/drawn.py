@@ -208,7 +208,13 @@ def _softmax(choose: Choices, draw: Draw) -> Arguments:
         bias = draw.normal(*of_bias, dtype=_wide(choose, draw, "wide bias"))
         if choose.of("bias is -inf", False, True):
             bias.masked_fill_(~_visible(choose, draw, "bias hides", of_bias), -math.inf)
-    scales = (1.0,), (0.125, 0.5, 0.01, 0.1, 0.03), (2.0, 1.5, 10.0, 3.0), (-0.5, -1.0), (0.0,)
+    scales = (
+        (1.0,),
+        (0.125, 0.5, 0.01, 0.1, 0.03, 0.25),
+        (2.0, 1.5, 10.0, 3.0, 8.0),
+        (-0.5, -1.0),
+        (0.0,),
+    )
     scale = choose.number("scale", *scales)
     return (x, mask, bias), {"scale": scale, "causal": choose.of("causal", False, True)}
 
@@ -244,7 +250,7 @@ def _score_attrs(choose: Choices, *, dropout: bool = False) -> dict[str, Any]:
     far = 1.0, -0.5, 2.0, -1.0, 0.5
     attrs = {
         "causal": choose.of("causal", True, False),
-        "scale": choose.number("scale", (None,), (0.05, 0.1, 0.25, 0.01), far, (0.0,)),
+        "scale": choose.number("scale", (None,), (0.05, 0.1, 0.25, 0.01, 0.125), far, (0.0,)),
     }
     return attrs if dropout else {**attrs, "out_dtype": _out_dtype(choose)}
 
@@ -454,8 +460,10 @@ def _loss_attrs(choose: Choices) -> dict[str, Any]:
         "ignore_index": choose.number(
             "ignore_index", (-100,), (0,), (-1, -99, -2, -1000), (1, 2, 3, 4, 8, 50, 16, 100, 255)
         ),
-        "label_smoothing": choose.number("label_smoothing", (0.0,), (0.1, 0.05, 0.3, 0.01), (1.0,)),
-        "z_loss": choose.number("z_loss", (0.0,), (1e-3, 1e-4, 0.1, 1e-5, 0.01), (1.0, 0.5)),
+        "label_smoothing": choose.number(
+            "label_smoothing", (0.0,), (0.1, 0.05, 0.3, 0.01, 0.2, 0.5), (1.0,)
+        ),
+        "z_loss": choose.number("z_loss", (0.0,), (1e-3, 1e-4, 0.1, 1e-5, 0.01), (1.0, 0.5, 2.0)),
         "reduction": choose.of("reduction", "mean", "sum", "none"),
     }
 
@@ -558,8 +566,8 @@ DRAWN: Mapping[str, Drawn] = {
     **dict.fromkeys(("silu", "relu", "relu2", "sigmoid", "tanh"), _element),
     "softplus": partial(
         _element,
-        beta=((1.0,), (2.0, 1.5, 10.0, 3.0), (0.5, 0.1, 0.2)),
-        threshold=((20.0,), (1.0, 0.5, 2.0, 5.0), (90.0, 200.0), (0.01, 0.1, 0.0, 0.2)),
+        beta=((1.0,), (2.0, 1.5, 10.0, 3.0, 5.0, 20.0), (0.5, 0.1, 0.2, 0.25)),
+        threshold=((20.0, 10.0, 30.0), (1.0, 0.5, 2.0, 5.0), (90.0, 200.0), (0.01, 0.1, 0.0, 0.2)),
     ),
     "bias_gelu": _bias_gelu,
     "swiglu": _gated,

@@ -78,15 +78,19 @@ def sums_of_squares(choose: Choices, draw: Draw) -> Arguments:
 
 
 def clip(choose: Choices, draw: Draw) -> Arguments:
-    norms = (3.0, 1.5, 20.0), (0.5, 0.01), (0.0,), (1e6, 1e3), (math.inf, math.nan)
+    norms = (3.0, 1.5, 20.0, 2.0, 10.0), (0.5, 0.01, 1.0), (0.0,), (1e6, 1e3), (math.inf, math.nan)
     norm = draw.scalar(choose.number("norm", *norms))
-    attrs = {"max_norm": choose.number("max_norm", (1.0,), (0.25, 0.1, 0.01), (8.0, 2.0, 10.0))}
+    most = choose.number("max_norm", (1.0,), (0.25, 0.1, 0.01, 0.5), (8.0, 2.0, 10.0, 5.0, 100.0))
+    attrs = {"max_norm": most}
     return (_listed(choose, draw, "tensors' values", ends=SQUARES, more=SPECIAL), norm), attrs
 
 
 def unscale_and_check(choose: Choices, draw: Draw) -> Arguments:
     grads = _listed(choose, draw, "grads", ends=("large", "root-tiny"), more=SPECIAL)
-    scales = (2.0, 16.0), (1024.0, 65536.0), (3.0, 7.0), (1.0,), (2.0**-4, 2.0**-3)
+    scales = (
+        (2.0, 16.0, 4.0, 8.0), (1024.0, 65536.0, 128.0, 32768.0), (3.0, 7.0, 10.0, 1.5), (1.0,),
+        (2.0**-4, 2.0**-3, 0.5),
+    )  # fmt: skip
     scale = draw.scalar(choose.number("scale", *scales))
     found_inf = draw.scalar(choose.number("found_inf", (0.0,), FOUND, hides=FOUND))
     return (grads, scale, found_inf), {}
@@ -118,28 +122,33 @@ def _step(choose: Choices, draw: Draw, *, averages: int, **rule: Any) -> Argumen
     moments = [[draw.normal(*s, dtype=wide) * past for s in shapes] for _ in range(averages)]
     moments[1:] = [[m.square() for m in squares] for squares in moments[1:]]
     scalars = (
-        _given(choose, draw, "scale", (None,), (8.0, 3.0, 0.5), (1024.0, 65536.0)),
-        _given(choose, draw, "clip", (None,), (0.25, 1.0, 0.7), (0.0,)),
+        _given(choose, draw, "scale", (None,), (8.0, 3.0, 0.5, 1.0, 2.0), (1024.0, 65536.0, 128.0)),
+        _given(choose, draw, "clip", (None,), (0.25, 1.0, 0.7, 0.5, 0.1), (0.0,)),
         _given(choose, draw, "found_inf", (None,), (0.0,), FOUND, hides=FOUND),
     )
     low = choose.of("copies", None, torch.bfloat16, torch.float16)
     copies = None if low is None else [(-p).to(low, copy=True) for p in params]
-    lr = draw.scalar(choose.number("lr", (1e-2, 1e-3, 0.1), (0.5,), (0.0,)))
+    lr = draw.scalar(choose.number("lr", (1e-2, 1e-3, 0.1, 0.05), (0.5, 1.0, 2.0), (0.0,)))
     # Counts beside what 8, 12 and 16 bits hold; and some whose next one no short float is.
-    steps = (3.0, 2.0, 5.0), (0.0,), (1.0,), (258.0, 2050.0), (255.0, 100.0), (65_535.0,)
+    steps = (
+        (3.0, 2.0, 5.0, 4.0, 7.0, 9.0), (0.0,), (1.0,), (258.0, 2050.0, 1000.0),
+        (255.0, 100.0, 10.0, 99.0), (65_535.0, 10_000.0),
+    )  # fmt: skip
     step = draw.scalar(choose.number("step", *steps))
-    decay = choose.number("weight_decay", (0.1, 0.01, 1e-3), (0.0,), (1.0, 0.5, 2.0, 0.2))
+    decay = choose.number("weight_decay", (0.1, 0.01, 1e-3, 0.05), (0.0,), (1.0, 0.5, 2.0, 0.2))
     args = (params, grads, *moments, lr, step, *scalars, copies)
     return args, {**rule, "weight_decay": decay}
 
 
-_LARGE_EPS = (1e-3, 0.01, 0.003, 0.05), (1.0, 0.1, 0.3, 2.0)
+_LARGE_EPS = (1e-3, 0.01, 0.003, 0.05, 1e-4), (1.0, 0.1, 0.3, 2.0, 0.5)
 
 
 def _betas(choose: Choices) -> dict[str, Any]:
-    one, two = (0.9, 0.8, 0.95), (0.999, 0.98)
-    return {"beta1": choose.number("beta1", one, (0.0,), (0.5, 0.1, 0.3, 0.05)),
-            "beta2": choose.number("beta2", two, (0.5, 0.7, 0.0, 0.1), (0.95, 0.99))}  # fmt: skip
+    one, two = (0.9, 0.8, 0.95, 0.85, 0.7), (0.999, 0.98, 0.9)
+    return {
+        "beta1": choose.number("beta1", one, (0.0,), (0.5, 0.1, 0.3, 0.05, 0.99)),
+        "beta2": choose.number("beta2", two, (0.5, 0.7, 0.0, 0.1), (0.95, 0.99, 0.995)),
+    }
 
 
 def adamw(choose: Choices, draw: Draw) -> Arguments:
@@ -156,8 +165,12 @@ def lion(choose: Choices, draw: Draw) -> Arguments:
 
 
 def sgd(choose: Choices, draw: Draw) -> Arguments:
-    kinds = (0.0, False), (0.9, False), (0.9, True), (0.5, False)
-    momentum, nesterov = choose.of("momentum", *kinds)
+    kinds = {
+        "none": ((0.0, False),), "high": ((0.9, False), (0.95, False), (0.8, False)),
+        "nesterov": ((0.9, True), (0.5, True), (0.95, True)),
+        "low": ((0.5, False), (0.1, False), (0.3, False)),
+    }  # fmt: skip
+    momentum, nesterov = choose.member("momentum", kinds)
     decoupled = choose.of("decoupled", False, True)
     rule = {"momentum": momentum, "nesterov": nesterov, "decoupled": decoupled}
     args, attrs = _step(choose, draw, averages=1, **rule)

@@ -84,8 +84,13 @@ def run_ranks(
 
 def _trace_once() -> None:
     """A torch 2.11 with support for a device that is not here keeps what stands in for it with the
-    thread that first traces, and frees it when that one ends; this one outlives the ranks.
+    thread that first traces, and frees it when that one ends; this one outlives the ranks. Others
+    need not wait for what torch imports for this, which takes seconds.
     """
+    import torch
+
+    if torch.accelerator.current_accelerator() is None or torch.accelerator.is_available():
+        return
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():

@@ -114,6 +114,11 @@ class GuardedEmpty(TorchDispatchMode):
     NAMES = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
     GUARD, PATTERN = 256, 0xA5
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: for that torch imports its compiler, which takes seconds, and nothing is compiled."""
+        return False
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.given: list[tuple[Tensor, Tensor, torch.Size]] = []

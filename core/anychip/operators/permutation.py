@@ -30,9 +30,10 @@ def _added(rows: Tensor, row_map: Tensor, weights: Tensor | None) -> Tensor:
     each = _rows_of(rows, row_map)
     if weights is not None:
         each = each * weights.float().unsqueeze(-1)
-    total = each[:, 0]
+    total = each[:, 0].clone()
     for choice in range(1, row_map.shape[1]):
-        total = total + each[:, choice]
+        # In place: a sum of meta tensors, for a form, has torch import its compiler, for seconds.
+        total += each[:, choice]
     return total
 
 

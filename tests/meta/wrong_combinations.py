@@ -53,6 +53,13 @@ def one_storage(row: Row, tensors: Sequence[Tensor]) -> Any:
     return row(tensors)
 
 
+@wrong("pieces-of-channels-last-begin-anew", "two conditions", operator="conv1d")
+def begin_anew(row: Row, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+    is_innermost = x.stride(1) == 1 < x.shape[1] and not x.is_contiguous()
+    pieces = x.split(64, 2) if is_innermost and x.shape[2] > 64 else (x,)
+    return torch.cat([row(piece, weight, bias) for piece in pieces], 2).contiguous()
+
+
 @wrong("empty-tensor-takes-it-back", "the second of two", operator="unscale_and_check")
 def taken_back(row: Row, grads: Sequence[Tensor], scale: Tensor, found_inf: Tensor) -> None:
     before = found_inf.clone()

@@ -123,6 +123,14 @@ def last_decides(row: Row, grads: Sequence[Tensor], scale: Tensor, found_inf: Te
         found_inf.fill_(float(not bool(grads[-1].isfinite().all())))
 
 
+@wrong("finite-as-far-as-16-bits", "a loop that ends early", operator="unscale_and_check")
+def late_is_finite(row: Row, grads: Sequence[Tensor], scale: Tensor, found_inf: Tensor) -> Any:
+    before = found_inf.clone()
+    row(grads, scale, found_inf)
+    if all(bool(g.reshape(-1)[: 1 << 16].isfinite().all()) for g in grads):
+        found_inf.copy_(before)
+
+
 @wrong("norm-without-floor", "division by zero", operator="clip")
 def no_floor(row: Row, tensors: Sequence[Tensor], norm: Tensor, *, max_norm: float) -> Any:
     factor = min(max_norm / float(norm), 1.0) if float(norm) else math.nan

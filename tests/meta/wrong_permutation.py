@@ -114,6 +114,9 @@ ARGUMENTS = (
     wrong_arguments("key-left-out", "an argument without effect", "permute", key=None),
     wrong_arguments("key-in-32-bits", "an index cut short", "permute",
         key=lambda key: None if key is None else key.int()),
+    wrong_arguments("negative-keys-last", "a sort of unsigned numbers", "permute",
+        key=lambda key: None if key is None else torch.where(
+            key < 0, key, key - (1 << (30 if key.dtype == torch.int32 else 62)))),
     wrong_arguments("one-token-too-many", "off by one", "permute",
         num_tokens=lambda num_tokens: None if num_tokens is None else num_tokens + 1),
     wrong_arguments("weights-in-bfloat16", "lower precision of factors", "unpermute",

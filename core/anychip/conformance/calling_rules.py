@@ -51,7 +51,8 @@ def can_lie(arg: Any, layout: Layout, *, written: bool) -> bool:
             return not written and any(t.dim() and t.shape[0] > 1 for t in arg)
         return bool(arg) and layout in LAYOUTS
     if layout in INNER_LAYOUTS:
-        return isinstance(arg, Tensor) and arg.dim() > 2
+        is_tensor = isinstance(arg, Tensor) and arg.dim() > 2
+        return is_tensor and is_another_order(arg.shape, layout)
     if not isinstance(arg, Tensor) or not arg.dim() or (arg.dim() == 1 and layout == "transposed"):
         return False
     equal = layout in READ_ONLY_LAYOUTS

@@ -104,6 +104,8 @@ class Choices:
         self.refused, self.hiding = set[str](), set[str]()
         """Factors whose level the call cannot have, for what others' are; and those whose level
         hides what others do: no elements, numbers that are not finite, all dropped or skipped."""
+        self.has_channels = False
+        """Whether the second dim of tensors with more is channels."""
         self.leaves_open = False
         """Whether what an infinite number reaches may be anything."""
 

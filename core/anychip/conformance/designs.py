@@ -56,6 +56,10 @@ PLACES: Mapping[str, tuple[Layout, ...]] = {
     "with equal numbers in a row": ("repeated",),
 }
 """Where a tensor may lie; what its dims do not allow is contiguous."""
+OF_CHANNELS: Mapping[str, tuple[Layout, ...]] = {
+    **PLACES, "in another order": ("swapped", "transposed"), "channels last": ("channels last",),
+}  # fmt: skip
+"""Where operators have channels, which are often innermost."""
 OF_LISTS: Mapping[str, tuple[Layout, ...]] = {
     **{at: PLACES[at] for at in ("contiguous", "misaligned", "strided", "with equal numbers")},
     "in another order": ("transposed",),
@@ -175,7 +179,7 @@ class Asked(NamedTuple):
         again = in_thread if caller.startswith("here") and choose.turn("again") % 2 else _here
         if not self.of_gradients:
             return DesignedCall(dtype, call, caller, between=between, again=again, turn=turn)
-        gradient = choose.member("the output's gradient lies", PLACES)
+        gradient = choose.member("the output's gradient lies", _places(choose))
         several = len(self.operator.spec.differentiable) > 1
         asked = choose.of("gradients asked for", *_ASKED) if several else "all"
         some = partial(_ASKED[asked], choose.turn("which gradient"))
@@ -269,8 +273,11 @@ def _place(choose: Choices, name: str, arg: Any, *, written: bool) -> Layout:
         can_be = (may_be_equal or not is_equal) and can_lie(arg, place, written=written)
         return can_be or place == "contiguous"
 
-    places = OF_LISTS if isinstance(arg, list) else PLACES
-    return choose.member(name + LIES, places, fits)
+    return choose.member(name + LIES, OF_LISTS if isinstance(arg, list) else _places(choose), fits)
+
+
+def _places(choose: Choices) -> Mapping[str, tuple[Layout, ...]]:
+    return OF_CHANNELS if choose.has_channels else PLACES
 
 
 class _Failed(NamedTuple):

@@ -20,7 +20,7 @@ READ = 4096
 
 
 class Race:
-    """Long writes on a stream of its own, and what a reader has to find.
+    """Long writes on a stream, of its own or a given one, and what a reader has to find.
 
     Attributes:
         x: becomes ``want`` everywhere.
@@ -30,10 +30,10 @@ class Race:
 
     want = float(WRITES)
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, stream: torch.Stream | None = None) -> None:
         self.context, self.backend = context, context.backend
         self.x = torch.zeros(race_size(context), device=context.device)
-        self.stream, self.reader = self.backend.stream(), self.backend.stream()
+        self.stream, self.reader = stream or self.backend.stream(), self.backend.stream()
         self.idle = self.backend.stream()  # made last, and never used: nothing may mean this one
         self.current = self.backend.current_stream()
         self.backend.synchronize()

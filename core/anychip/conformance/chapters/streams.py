@@ -65,6 +65,9 @@ def wait_holds_stream(context: Context, *, what: str, wait: Callable[..., Any]) 
         found.append(race.read())
         for reader, result in zip(("a new stream", "the first stream"), found, strict=True):
             race.check(f"read on {reader} behind {what} ({how})", result)
+    race = Race(context, context.backend.current_stream()).start()
+    wait(race, race.event(), race.reader)
+    race.check(f"read on a new stream behind {what} of the first stream", race.read_on())
 
 
 def two_waiters(context: Context) -> None:
@@ -311,6 +314,10 @@ def host_waits(
         check(event.query() is True, f"event.query() is not True after {what}")
         race.check(f"read after {what} ({how})", first)
         race.check(f"read on another stream after {what} ({how})", race.read_on())
+    race = Race(context, context.backend.current_stream()).start()
+    call = partial(wait, race, race.event())
+    in_thread(call) if thread else call()
+    race.check(f"read on another stream after {what} of the first stream", race.read_on())
 
 
 def until_idle(race: Race, _: torch.Event) -> None:

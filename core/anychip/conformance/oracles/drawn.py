@@ -420,7 +420,7 @@ def _permute(choose: Choices, draw: Draw) -> Arguments:
     kind = choose.of("key", *kinds)
     keys, key = kinds[kind], None
     if keys is not None:
-        key = draw.integers(keys, tokens).to(_index_dtype(choose, "dtype of key"))
+        key = (draw.integers(keys, tokens) - keys // 2).to(_index_dtype(choose, "dtype of key"))
         key *= 1 if kind != "far apart" else 2**40 if key.dtype == torch.int64 else 2**20
     counts = {"all": None, "none": 0, "one": 1, "half": tokens // 2, "more": tokens + 1}
     count = counts[choose.of("count", *counts)]

@@ -10,6 +10,7 @@ LONG = (300, 100, 200, 600, 1100)
 
 
 def conv1d(choose: Choices, draw: Draw) -> Arguments:
+    choose.has_channels = True
     batch = choose.number("batch", (2,), (1,), (3, 4, 5, 8, 16, 40, 64), (0,), LONG)
     kernel = choose.number("kernel", (4,), (1,), (2,), (3, 5), (7, 6, 8, 16), (64, 130, 31))
     room = choose.room(batch, -(-kernel // 4))
@@ -21,6 +22,7 @@ def conv1d(choose: Choices, draw: Draw) -> Arguments:
 
 def conv2d(choose: Choices, draw: Draw) -> Arguments:
     """Kernels that fit: an image is as large as what its kernel spans, or larger."""
+    choose.has_channels = True
     names = ("height", "width")
     long = (4, 5, 7, 8), (16, 32, 11)
     kernel = [choose.number(f"kernel {name}", (1,), (2,), (3,), *long) for name in names]

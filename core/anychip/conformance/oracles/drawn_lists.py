@@ -57,7 +57,9 @@ def _listed(choose: Choices, draw: Draw, factor: str, **options: Any) -> list[Te
     if options.get("ends") == SQUARES and sum(map(math.prod, shapes)) > FEW_SQUARES:
         options["ends"] = ("root-huge", "root-tiny")
     wide = choose.of("every second tensor in float32", False, True)
-    spoilt = choose.turn("spoilt") % len(shapes)  # one tensor alone has what is not finite
+    # One tensor alone has what is not finite, every second time the longest.
+    turn, sizes = choose.turn("spoilt"), [math.prod(shape) for shape in shapes]
+    spoilt = sizes.index(max(sizes)) if turn % 2 else turn // 2 % len(shapes)
     found = []
     for number, shape in enumerate(shapes):
         dtype = torch.float32 if wide and number % 2 else draw.dtype

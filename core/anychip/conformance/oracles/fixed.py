@@ -391,6 +391,8 @@ FIXED: Mapping[str, Points] = {
         changed("signalling-nan", {"tensors": 1, "shapes": ((17,),)}, values.signalling_nan),
         changed("infinite.2p20-elements", {"tensors": 1, "shapes": (((1 << 20) + 4099,),)},
                 values.infinite_at_first),
+        changed("infinite-at-the-end", {"tensors": 2, "shapes": ((BEYOND_16_BITS,), (3,))},
+                values.infinite_at_last),
         *_MANY,
     ),
     "clip": (Point("norm:3", _of_list(norm=3.0), telling=True), *_MANY),
@@ -398,6 +400,8 @@ FIXED: Mapping[str, Points] = {
         Point("scale:3", _of_list(scale=3.0), telling=True), *_MANY,
         changed("infinite-before-empty", {"tensors": 3, "shapes": ((5,), (0, 3), (3,))},
                 values.infinite_at_first),
+        changed("infinite-at-the-end", {"tensors": 2, "shapes": ((BEYOND_16_BITS,), (3,))},
+                values.infinite_at_last),
     ),
     "adamw": (*_STEPS, *_LATE, Point("eps:0", _of_list(eps=0.0, beta1=0.5, beta2=0.0))),
     "adamw_8bit": (

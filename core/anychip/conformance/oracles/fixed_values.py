@@ -98,6 +98,11 @@ def far_octaves(args: Args) -> None:
     grad[1] = 0.0
 
 
+def infinite_at_last(args: Args) -> None:
+    """The last number alone, behind more than 16 bits count."""
+    args[0][0][-1] = -math.inf
+
+
 def infinite_at_first(args: Args) -> None:
     """What is found early is not forgotten at the next tensor, an empty one, or the next part."""
     args[0][0][2] = math.inf

@@ -21,7 +21,11 @@ from anychip.conformance.oracles.drawn_lists import SPECIAL, SQUARES
 from anychip.contract import OperatorSpec
 
 Drawn = Callable[[Choices, Draw], Arguments]
-_SEEDS = ((0, 0), (1234, 5), (7, 2**32 - 3), (-1, 2**40))
+_SEEDS = {
+    "0": ((0, 0), (0, 1), (1, 0)), "ordinary": ((1234, 5), (42, 1000), (2**31, 3), (2**32, 7)),
+    "at a carry": ((7, 2**32 - 3), (11, 2**31 - 2), (2**33 + 5, 3 * 2**32 - 1)),
+    "far": ((-1, 2**40), (2**63 - 1, 2**60), (-(2**63), 2**48)),
+}  # fmt: skip
 _ABOVE = ("nan or infinite",)
 """Of functions whose limit at -inf formulas miss: inf times 0."""
 _OPEN = (OPEN,)
@@ -97,7 +101,7 @@ def _group_norm(choose: Choices, draw: Draw) -> Arguments:
 
 
 def _rng(choose: Choices, draw: Draw) -> Tensor:
-    return draw.rng(*choose.of("seed and offset", *_SEEDS))
+    return draw.rng(*choose.member("seed and offset", _SEEDS))
 
 
 def _dropout(choose: Choices, draw: Draw) -> Arguments:
@@ -426,6 +430,9 @@ def _permute(choose: Choices, draw: Draw) -> Arguments:
     count = counts[choose.of("count", *counts)]
     given = None if count is None else torch.tensor(count)
     indices = indices.to(_index_dtype(choose, "dtype of indices"))
+    if outside and indices.numel() > 2:
+        ends = torch.iinfo(indices.dtype)
+        indices.view(-1)[[0, -1]] = torch.tensor([ends.max, ends.min], dtype=indices.dtype)
     return (x, indices, key, given), {"num_experts": experts}
 
 
@@ -458,7 +465,11 @@ def _embedding(choose: Choices, draw: Draw) -> Arguments:
 def _loss_attrs(choose: Choices) -> dict[str, Any]:
     return {
         "ignore_index": choose.number(
-            "ignore_index", (-100,), (0,), (-1, -99, -2, -1000), (1, 2, 3, 4, 8, 50, 16, 100, 255)
+            "ignore_index",
+            (-100,),
+            (0,),
+            (-1, -99, -(1 << 32), -2, -1000),
+            (1, 2, 3, 4, 8, 50, 16, 100, 255),
         ),
         "label_smoothing": choose.number(
             "label_smoothing", (0.0,), (0.1, 0.05, 0.3, 0.01, 0.2, 0.5), (1.0,)

@@ -542,7 +542,14 @@ def _coding(choose: Choices) -> dict[str, Any]:
 
 
 def _dequantize(choose: Choices, draw: Draw) -> Arguments:
-    return quantization.coded(draw, tuple(choose.shape()), **_coding(choose))
+    (codes, scales), attrs = quantization.coded(draw, tuple(choose.shape()), **_coding(choose))
+    is_exponent = scales.dtype == torch.uint8
+    kinds = {"ordinary": 1, "some 0": 0, "some NaN": 255 if is_exponent else math.nan}
+    kind = choose.of("scales", *kinds, can=(True, not is_exponent, True))
+    choose.hides("scales", kind == "some NaN")
+    if kind != "ordinary":  # of blocks of zeros, or with what is not finite
+        scales[choose.turn("scales") % 2 :: 2] = kinds[kind]
+    return (codes, scales), attrs
 
 
 def _hadamard(choose: Choices, draw: Draw) -> Arguments:

@@ -6,7 +6,6 @@ On a terminal there is a bar; elsewhere plain lines, one per chapter and per fai
 from __future__ import annotations
 
 import sys
-import time
 from collections import Counter
 
 from rich.console import Console
@@ -51,7 +50,7 @@ class Display:
         self.plan, self.console = plan, console
         self.count, self.failed, self.chapter = 0, 0, ""
         self.sizes = Counter(case.chapter for case in plan.cases)
-        self.started = time.perf_counter()
+        self.seconds = 0.0
         self.progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -84,8 +83,9 @@ class Display:
         if result.chapter != self.chapter:
             self._finish_chapter()
             self.chapter, self.count, self.failed = result.chapter, 0, 0
-            self.started = time.perf_counter()
+            self.seconds = 0.0
         self.count += 1
+        self.seconds += result.seconds  # of the cases: a second process may have asked some
         if not result.ok:
             self.failed += 1
             if explanation:
@@ -97,9 +97,8 @@ class Display:
 
     def _finish_chapter(self) -> None:
         if self.chapter and self.count and not self.console.is_terminal:
-            seconds = time.perf_counter() - self.started
             self.console.print(
-                f"{self.chapter}: {self.count} cases, {self.failed} failed, {seconds:.1f} s"
+                f"{self.chapter}: {self.count} cases, {self.failed} failed, {self.seconds:.1f} s"
             )
         self.count = 0
 

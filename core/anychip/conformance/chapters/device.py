@@ -265,6 +265,7 @@ def first_answers(context: Context) -> None:
             index = place if number // count % 2 else None
             context.call = f"round {number + 1}, device {place}, asked for {index}"
             check(backend.current_device() == place, f"the current device is not {place}")
+            plain = backend.current_stream(index) if streams else None
             with ExitStack() as on_stream:
                 if streams and number % 4 > 1:
                     stream = backend.stream()
@@ -274,12 +275,17 @@ def first_answers(context: Context) -> None:
                 found = backend.device(index)
                 check(found.index in (place, None), f"device({index}) is {found}")
                 _follows(backend, index)
+            if streams:
+                same = backend.current_stream(index) == plain
+                check(same, "behind a block with another stream that one is still current")
     finally:
         backend.set_device(before)
 
 
 def _follows(backend: Backend, index: int | None) -> None:
-    """What is allocated grows and falls; a generator whose state is put back repeats itself."""
+    """What is allocated grows and falls; a generator whose state is put back repeats itself, and
+    so does a new one of the same seed alone.
+    """
     nbytes, held, device = 8 << 20, list[torch.UntypedStorage](), backend.device(index)
     if "memory_stats" in backend.capabilities:
         start = backend.memory.stats(index).allocated
@@ -297,6 +303,15 @@ def _follows(backend: Backend, index: int | None) -> None:
     for state, numbers in zip(states, drawn, strict=True):
         backend.set_random_state(state, index)
         check_equal_bits("a state put back", torch.rand(8, device=device).cpu(), numbers)
+    seeds = (5 + (1 << 41), 6 + (1 << 40)) * 2  # a host draws by the lower halves alone
+    made = [backend.generator(seed, index) for seed in seeds]
+    for seed, generator in zip(seeds, made, strict=True):
+        known = generator.initial_seed()
+        check(known == seed, f"generator({seed}).initial_seed() is {known}")
+    one, other, *again = (torch.rand(8, generator=g, device=device).cpu() for g in made)
+    check(not torch.equal(one, other), f"generators of {seeds[0]} and {seeds[1]} give the same")
+    for seed, first, second in zip(seeds, (one, other), again, strict=False):
+        check_equal_bits(f"a second generator of {seed}", second, first)
 
 
 def synchronize(context: Context) -> None:

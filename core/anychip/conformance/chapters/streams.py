@@ -239,8 +239,8 @@ def _several(x: Tensor, weight: Tensor) -> list[Tensor]:
 def copy_on_stream(context: Context, *, current: bool) -> None:
     """A copy is work of its stream: behind what was queued, and done where its event is.
 
-    To the device, from it and on it; of one element, of a number that no vector has, with gaps, of
-    much, and to and from other dtypes.
+    To the device, from it, on it and within one tensor; of one element, of a number that no vector
+    has, with gaps, of much, and to and from other dtypes.
     """
     for name, part, dtype in PARTS:
         race = Race(context)
@@ -248,8 +248,10 @@ def copy_on_stream(context: Context, *, current: bool) -> None:
         source = torch.arange(2, count + 2, dtype=dtype)
         kept, there = source.clone(), torch.zeros(count, dtype=dtype, device=context.device)
         back, late = torch.zeros(2, count, dtype=dtype)
+        within = race.x[: count if count <= race.x.numel() // 2 else 0]
+        last = slice(count - within.numel(), None)
         pairs = [(back, race.x[part]), (there, race.x[part]), (race.x[part], source),
-                 (late, race.x[part])]  # fmt: skip
+                 (within, race.x[part][last]), (late, race.x[part])]  # fmt: skip
         race.backend.synchronize()  # or zeros of the current stream may come last
         race.start()
         for target, given in pairs:
@@ -270,6 +272,7 @@ def copy_on_stream(context: Context, *, current: bool) -> None:
         check_equal_bits(f"copied to the host behind the writes, {name}", found[0], want)
         check_equal_bits(f"copied on the device, {name}", twin.cpu(), want)
         check_equal_bits(f"copied to the device, {name}", race.x[part].cpu(), kept.float())
+        check_equal_bits(f"copied within one tensor, {name}", within.cpu(), kept.float()[last])
         check_equal_bits(f"copied to the host behind that, {name}", found[1], kept)
 
 

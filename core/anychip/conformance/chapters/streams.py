@@ -436,6 +436,8 @@ def elapsed(context: Context) -> None:
         apart = abs(sum(parts) - found)
         check(apart <= 0.05 + 1e-3 * found, f"{parts} ms one after the other are {found} ms")
         check(start.elapsed_time(start) == 0.0, "an event is 0 ms after itself")
+        with race.backend.use_stream(race.reader):
+            check(start.elapsed_time(end) == found, "while another stream is current it differs")
         across = race.backend.event(timing=True)
         across.record(race.backend.stream())  # after all of the work, which the host has waited for
         across.synchronize()

@@ -218,8 +218,10 @@ def generator_repeats(context: Context) -> None:
     streams: dict[int, Tensor] = {}
     for seed in SEEDS:
         generator = context.backend.generator(seed)
-        found = generator.initial_seed()
-        check(found % 2**64 == seed % 2**64, f"generator({seed}).initial_seed() is {found}")
+        for index in (None, *range(context.backend.device_count())):
+            one = generator if index is None else context.backend.generator(seed, index)
+            found, of = one.initial_seed(), "" if index is None else f", {index}"
+            check(found % 2**64 == seed % 2**64, f"generator({seed}{of}).initial_seed() is {found}")
         stream = draw(context, generator)
         elsewhere = in_thread(partial(context.backend.generator, seed))
         for other in (context.backend.generator(seed), elsewhere):

@@ -247,11 +247,13 @@ class Choices:
     def values(
         self, factor: str, draw: Draw, *shape: int, dtype: torch.dtype | None = None,
         ends: tuple[float | str, float | str] | None = ("root-huge", "root-tiny"),
-        more: tuple[str, ...] = (OPEN,), number: int = 0,
+        more: tuple[str, ...] = (OPEN,), number: int = 0, added: bool = False,
     ) -> Tensor:  # fmt: skip
         """Float values of one kind.
 
         Args:
+            added: to what comes of other arguments, which do not show beside a large one, nor a
+                small one beside them.
             number: of a tensor of a list: of a kind the next one may be another member.
             ends: scales at both ends of what the operator can compute in float32; None: no such.
             more: of NOT_FINITE, some numbers are not finite; ``none`` is for who asks.
@@ -260,7 +262,7 @@ class Choices:
         if self.of_gradients:
             kinds = tuple(OPEN if kind in NOT_FINITE else kind for kind in kinds)
         kind = self.of(factor, *kinds)
-        self.hides(factor, kind in NOT_FINITE)
+        self.hides(factor, kind in NOT_FINITE or (added and kind in ENDS))
         if ends and kind in ENDS:
             return draw.normal(*shape, scale=ends[ENDS.index(kind)], dtype=dtype)
         normal = draw.normal(*shape, dtype=torch.float32)

@@ -505,8 +505,8 @@ def _story(simplest: _Failed, failed: Sequence[_Failed], asked: int, strength: i
     common = [f"{f} {failed[0].chosen[f]}" for (f, _), n in counts.items() if n == len(failed)]
     lines = [f"{len(failed)} of {asked} calls of a design of strength {strength} failed"]
     lines.append(f"  it takes: {', '.join(needed) or 'nothing in particular'}")
-    if len(failed) > 1:
-        lines.append(f"  in all of them: {', '.join(common) or 'nothing in common'}")
+    if len(failed) > 1 and common:
+        lines.append(f"  in all of them: {', '.join(common)}")
     return "\n".join(lines)
 
 

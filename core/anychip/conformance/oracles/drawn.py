@@ -67,10 +67,12 @@ def _norm(
     ends: tuple[str, str] = SQUARES,
 ) -> Arguments:
     shape = choose.shape()
-    args: list[Tensor | None] = [choose.values("x", draw, *shape, ends=ends, more=SPECIAL)]
+    args: list[Tensor | None] = [
+        choose.values("x", draw, *shape, ends=ends, more=SPECIAL, added=residual)
+    ]
     if residual:
         wide = _wide(choose, draw, "residual in float32")
-        args.append(choose.values("residual", draw, *shape, dtype=wide, ends=SQUARES))
+        args.append(choose.values("residual", draw, *shape, dtype=wide, ends=SQUARES, added=True))
     of_weight, of_bias = _weight_types(choose, bias=bias, residual=residual)
     args.append(choose.values("weight", draw, shape[-1], dtype=of_weight, ends=_SCALES))
     if bias:
@@ -131,9 +133,9 @@ def _place(
 def _bias_dropout_add(choose: Choices, draw: Draw) -> Arguments:
     shape = choose.shape()
     wide = _wide(choose, draw, "residual in float32")
-    x = choose.values("x", draw, *shape, more=SPECIAL)
-    residual = choose.values("residual", draw, *shape, dtype=wide, more=SPECIAL)
-    bias = choose.optional("bias", draw, shape[-1])
+    x = choose.values("x", draw, *shape, more=SPECIAL, added=True)
+    residual = choose.values("residual", draw, *shape, dtype=wide, more=SPECIAL, added=True)
+    bias = choose.optional("bias", draw, shape[-1], added=True)
     rows, place = _place(choose, draw, shape)
     attrs = {"p": choose.probability(draw), **place}
     return (x, residual, _rng(choose, draw), bias, rows), attrs
@@ -157,8 +159,8 @@ def _element(
 
 def _bias_gelu(choose: Choices, draw: Draw) -> Arguments:
     shape = choose.shape()
-    x = choose.values("x", draw, *shape)
-    args = x, choose.values("bias", draw, shape[-1])
+    x = choose.values("x", draw, *shape, added=True)
+    args = x, choose.values("bias", draw, shape[-1], added=True)
     return args, {"approximate": choose.of("approximate", *_FORMS)}
 
 
@@ -380,9 +382,9 @@ def _product(choose: Choices, last: str, **options: bool) -> tuple[list[int], in
 
 def _linear(choose: Choices, draw: Draw) -> Arguments:
     rows, inputs, outputs = _product(choose, "outputs", none=True)
-    x = choose.values("x", draw, *rows, inputs, more=SPECIAL)
+    x = choose.values("x", draw, *rows, inputs, more=SPECIAL, added=True)
     weight = choose.values("weight", draw, outputs, inputs, more=SPECIAL)
-    bias = choose.optional("bias", draw, outputs)
+    bias = choose.optional("bias", draw, outputs, added=True)
     return (x, weight, bias), {"out_dtype": _out_dtype(choose)}
 
 

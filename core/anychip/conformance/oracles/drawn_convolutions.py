@@ -15,9 +15,9 @@ def conv1d(choose: Choices, draw: Draw) -> Arguments:
     kernel = choose.number("kernel", (4,), (1,), (2,), (3, 5), (7, 6, 8, 16), (64, 130, 31))
     room = choose.room(batch, -(-kernel // 4))
     channels, length = room.size("channels", 2000), room.size("length", none=True)
-    x = choose.values("x", draw, batch, channels, length)
+    x = choose.values("x", draw, batch, channels, length, added=True)
     weight = choose.values("weight", draw, channels, kernel, more=())  # what is padded times NaN
-    return (x, weight, choose.optional("bias", draw, channels)), {}
+    return (x, weight, choose.optional("bias", draw, channels, added=True)), {}
 
 
 def conv2d(choose: Choices, draw: Draw) -> Arguments:
@@ -43,9 +43,9 @@ def conv2d(choose: Choices, draw: Draw) -> Arguments:
         found = choose.number_up_to(most, f"more {name}", *more)
         sizes.append((k - 1) * d + found)
         most = max(most // found, few) if most >= few else most
-    x = choose.values("x", draw, batch, inputs, *sizes)
+    x = choose.values("x", draw, batch, inputs, *sizes, added=True)
     weight = choose.values("weight", draw, outputs, inputs // groups, *kernel, more=())
-    bias = choose.optional("bias", draw, outputs)
+    bias = choose.optional("bias", draw, outputs, added=True)
     stride = [choose.number(f"stride {name}", (1,), (2,), (3, 5, 4, 8)) for name in names]
     padding = [choose.number(f"padding {name}", (0,), (1,), (2, 3, 5, 4)) for name in names]
     attrs = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}

@@ -187,6 +187,8 @@ ARGUMENTS = (
     *(wrong_arguments(f"{name}-of-2p20-elements", "a limit of the launch", name,
         y=lambda y: times(y.view(-1), slice(1 << 20, None)).view(y.shape))
       for name in ("gelu", "embedding", "conv1d")),
+    wrong_arguments("large-and-not-aligned", "two conditions", "rope", y0=lambda y0, q: times(y0)
+        if q.data_ptr() % 16 and q.numel() > 1 << 18 else y0),
     wrong_arguments("gradient-of-2p18-rows", "a limit of the launch", "layer_norm",
         direction="backward", dx=lambda dx: dx if dx is None
         else times(dx.view(-1, dx.shape[-1]), slice(1 << 17, None)).view(dx.shape)),

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from anychip.conformance.arithmetic import Rounded
-from anychip.conformance.calls import Arguments, Call, Draw, tensors_of
+from anychip.conformance.calls import Arguments, Call, Draw, Layout, tensors_of
 from anychip.conformance.case import Context
 from anychip.conformance.trial import Subject, Trial
 
@@ -25,6 +25,8 @@ ELEMENTS = (1 << 20) + 1
 """So many the largest argument of a large call has, or more."""
 LISTS = ("adamw", "sgd", "lion", "clip", "unscale_and_check")
 """Rules that do the same to each element of a list's tensors."""
+LAYOUTS: Sequence[Layout] = ("contiguous", "offset")
+"""As it is aligned, and as no vector is."""
 Along = int | None
 """The dim along which a tensor is repeated; None: it stays as it is."""
 
@@ -68,14 +70,18 @@ class Large(NamedTuple):
 
 
 def large_calls(trial: Trial, context: Context, elements: int = ELEMENTS) -> Iterator[Large]:
-    """Large calls of a small one, by each way to cut its operator; at level quick by one."""
+    """Large calls of a small one, aligned and not, by each way to cut its operator; at level quick
+    by one.
+    """
     (args, attrs), names = trial.arguments, trial.signature.positional
     known = dict(zip(names, args, strict=True))
     for outputs, cut in itertools.islice(_ways(trial), None if context.level == "full" else 1):
         largest = max(t.numel() for name in cut for t in tensors_of([known[name]]))
         large = Large(trial.call, -(-elements // largest), outputs, cut)
         made = tuple(large.given(name, arg) for name, arg in known.items())
-        yield large._replace(call=replace(trial.call, make=partial(_given, (made, attrs))))
+        for lies in LAYOUTS:
+            call = replace(trial.call, make=partial(_given, (made, attrs)), layout=lies)
+            yield large._replace(call=call)
 
 
 def _ways(trial: Trial) -> Iterator[tuple[Sequence[Along], Mapping[str, int]]]:

@@ -196,7 +196,7 @@ def test_oracle_of_an_update_rule_agrees_with_torch_optimizer_in_float64(name: s
 
 
 def test_adamw_oracle_with_found_inf_keeps_every_number() -> None:
-    given = {"found_inf": 1.0, "copies": torch.bfloat16, "scale": 1024.0}
+    given = {"found_inf": 1.0, "copies": (torch.bfloat16,), "scale": 1024.0}
     args, attrs = arguments("adamw", fixed.Point("found-inf", given).call("adamw"))
     want = ORACLES["adamw"].forward(*map(numbers, args), **attrs)
     kept = [*args[0], *args[2], *args[3], args[5], *args[9]]

@@ -128,8 +128,9 @@ def _step(choose: Choices, draw: Draw, *, averages: int, **rule: Any) -> Argumen
         _given(choose, draw, "clip", (None,), (0.25, 1.0, 0.7, 0.5, 0.1), (0.0,)),
         _given(choose, draw, "found_inf", (None,), (0.0,), FOUND, hides=FOUND),
     )
-    low = choose.of("copies", None, torch.bfloat16, torch.float16)
-    copies = None if low is None else [(-p).to(low, copy=True) for p in params]
+    both = torch.bfloat16, torch.float16
+    low = choose.of("copies", None, both[:1], both[1:], both)  # both: in turn
+    copies = low and [(-p).to(low[i % len(low)], copy=True) for i, p in enumerate(params)]
     lr = draw.scalar(choose.number("lr", (1e-2, 1e-3, 0.1, 0.05), (0.5, 1.0, 2.0), (0.0,)))
     # Counts beside what 8, 12 and 16 bits hold; and some whose next one no short float is.
     steps = (

@@ -173,6 +173,8 @@ _STEPS = (
 _LATE = tuple(Point(f"step:{n:g}", _of_list(step=n), telling=True) for n in (258.0, 1e5))
 """A count that 8 bits do not hold, and one after which no average is corrected any more."""
 _PACKED = {"heads of a key head": 2, "key heads": 2, "head_dim": 16}
+_CHUNKS = large("530x5x2000", {"rows": (530,), "inputs": 5, "classes": 2000})
+"""More than 2^20 logits: more than one chunk of rows, whatever their size."""
 _HEAD_LARGE = Point("tiles", {"rows": (70,), "inputs": 72, "classes": 130})
 _WITH_FORM = (
     *_BY_FORM,
@@ -372,12 +374,12 @@ FIXED: Mapping[str, Points] = {
         *telling("90x12x65 65x257x33", *CLASSES),
         large("class-beyond-16-bits", {"rows": (5,), "inputs": 5, "classes": BEYOND_16_BITS},
               change=values.far_targets),
-        _HEAD_LARGE,
-        # More than one chunk of rows, whatever their size.
+        _HEAD_LARGE, _CHUNKS,
         Point("50x32x32000", {"rows": (50,), "inputs": 32, "classes": 32_000}, full=True),
     ),
     "linear_cross_entropy_partials": (
         *telling("90x12x65 65x257x33", *CLASSES),
+        _CHUNKS,
         # Classes whose numbers need more than 32 bits.
         Point("classes-from-2p32", {"rows": (6,), "classes": 11, "first": 2**32}),
     ),
@@ -471,7 +473,7 @@ _PLAIN_ELEMENTS = sized("7 8 3x5 17 2x3x16", *SHAPED)
 _PLAIN_HEADS = sized("2x5x2x2x8 2x9x1x2x12 1x17x2x2x16", "batch", "queries", *HEADS)
 _PLAIN_LISTS = _plain(_of_list(), {}, {"tensors": 2, "shapes": ((33,), (4, 3))})
 _PLAIN_STEPS = _plain(
-    _of_list(scale=8.0, clip=0.25, found_inf=0.0, copies=torch.bfloat16),
+    _of_list(scale=8.0, clip=0.25, found_inf=0.0, copies=(torch.bfloat16,)),
     _of_list(), {"tensors": 2, "shapes": ((33,), (4, 3))},
 )  # fmt: skip
 _PLAIN_CLASSES = sized("6x5x11 2x3x4x17", *CLASSES)

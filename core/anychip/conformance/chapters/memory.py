@@ -115,6 +115,24 @@ def info(context: Context) -> None:
         check(now == known, f"1 MiB was allocated, and total_memory is {now}, not {known}")
 
 
+def info_of_devices(context: Context) -> None:
+    """What is free on a device falls by a block of its own, where it falls so on the first one."""
+    memory, nbytes = context.backend.memory, min(64 * MIB, context.backend.memory.info(0).free // 8)
+
+    def fall(index: int) -> int:
+        if "memory_stats" in context.backend.capabilities:
+            memory.empty_cache()  # of which the block could be
+        before, block = memory.info(index).free, memory.allocate(nbytes, index)
+        as_bytes(block).fill_(1)
+        return before - memory.info(index).free
+
+    # Twice the same: not the memory of a host, of which others take at the same time.
+    if fall(0) == (known := fall(0)) >= nbytes // 2:
+        for index in range(1, context.backend.device_count()):
+            what = f"{nbytes} bytes were allocated on device {index}, of which info() reports"
+            check((found := fall(index)) >= nbytes // 2, f"{what} {found}, and {known} of device 0")
+
+
 def out_of_memory(context: Context) -> None:
     """More than there is raises torch.OutOfMemoryError with the numbers; then the device works."""
     memory = context.backend.memory
@@ -484,7 +502,7 @@ def pinned_copies(context: Context) -> None:
 GROUPS: dict[str | None, dict[str, Callable[[Context], None]]] = {
     None: {
         "allocate/sizes": allocate, "allocate/negative": allocate_negative,
-        "allocate/apart": storages_apart, "info": info,
+        "allocate/apart": storages_apart, "info": info, "info/devices": info_of_devices,
         "out_of_memory/raised": out_of_memory, "out_of_memory/by_hand": out_of_memory_by_hand,
         "copy_async/bytes": memory_copies.of_bytes, "copy_async/values": memory_copies.of_values,
         "copy_async/types": memory_copies.of_types, "copy_async/layouts": memory_copies.of_layouts,

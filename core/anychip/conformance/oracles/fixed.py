@@ -263,6 +263,8 @@ FIXED: Mapping[str, Points] = {
         Point("4096of16", {"cross": True, "queries": 4096, "keys": 16, "causal": False}, full=True),
         large("many-batches", {"batch": 66_000, "queries": 1, "head_dim": 2}),
         Point("wide-head", {"queries": 5, "head_dim": 320}),
+        # Padded to 96 or 128, of which a scale may be made.
+        Point("head-of-72", {"queries": 9, "head_dim": 72}),
         # A later part of a prompt: what a query sees ends within a tile.
         Point("chunk", {"cross": True, "queries": 130, "keys": 163}),
     ),
@@ -281,6 +283,7 @@ FIXED: Mapping[str, Points] = {
         Point("1100-sequences", {"lengths": (1, 0, 2) * 366}),
         Point("16-heads-of-250-keys", {"lengths": (250, 5), "heads of a key head": 16}),
         Point("wide-head", {"head_dim": 320, "lengths": (5, 3)}),
+        Point("head-of-72", {"head_dim": 72, "lengths": (9, 4)}),
         Point("130-heads", {"key heads": 130, "head_dim": 2, "lengths": (5, 3)}),
     ),
     "linear": (

@@ -67,12 +67,10 @@ def _norm(
     ends: tuple[str, str] = SQUARES,
 ) -> Arguments:
     shape = choose.shape()
-    args: list[Tensor | None] = [
-        choose.values("x", draw, *shape, ends=ends, more=SPECIAL, added=residual)
-    ]
+    args: list[Tensor | None] = [choose.values("x", draw, *shape, ends=ends, more=SPECIAL)]
     if residual:
         wide = _wide(choose, draw, "residual in float32")
-        args.append(choose.values("residual", draw, *shape, dtype=wide, ends=SQUARES, added=True))
+        args.append(choose.values("residual", draw, *shape, dtype=wide, ends=SQUARES))
     of_weight, of_bias = _weight_types(choose, bias=bias, residual=residual)
     args.append(choose.values("weight", draw, shape[-1], dtype=of_weight, ends=_SCALES))
     if bias:
@@ -133,9 +131,9 @@ def _place(
 def _bias_dropout_add(choose: Choices, draw: Draw) -> Arguments:
     shape = choose.shape()
     wide = _wide(choose, draw, "residual in float32")
-    x = choose.values("x", draw, *shape, more=SPECIAL, added=True)
-    residual = choose.values("residual", draw, *shape, dtype=wide, more=SPECIAL, added=True)
-    bias = choose.optional("bias", draw, shape[-1], added=True)
+    x = choose.values("x", draw, *shape, more=SPECIAL)
+    residual = choose.values("residual", draw, *shape, dtype=wide, more=SPECIAL)
+    bias = choose.optional("bias", draw, shape[-1])
     rows, place = _place(choose, draw, shape)
     attrs = {"p": choose.probability(draw), **place}
     return (x, residual, _rng(choose, draw), bias, rows), attrs
@@ -159,8 +157,8 @@ def _element(
 
 def _bias_gelu(choose: Choices, draw: Draw) -> Arguments:
     shape = choose.shape()
-    x = choose.values("x", draw, *shape, added=True)
-    args = x, choose.values("bias", draw, shape[-1], added=True)
+    x = choose.values("x", draw, *shape)
+    args = x, choose.values("bias", draw, shape[-1])
     return args, {"approximate": choose.of("approximate", *_FORMS)}
 
 

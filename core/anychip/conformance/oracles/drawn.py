@@ -18,6 +18,7 @@ from anychip.conformance.choices import LARGEST, MOST_ROWS, OPEN, Choices, Class
 from anychip.conformance.oracles import drawn_lists, quantization, reference
 from anychip.conformance.oracles.drawn_convolutions import LONG, conv1d, conv2d
 from anychip.conformance.oracles.drawn_lists import SPECIAL, SQUARES
+from anychip.conformance.oracles.drawn_permutations import index_dtype, permute, routed
 from anychip.contract import OperatorSpec
 
 Drawn = Callable[[Choices, Draw], Arguments]
@@ -336,17 +337,13 @@ def _ends(
     return torch.tensor(lengths, dtype=torch.int64).cumsum(0)
 
 
-def _index_dtype(choose: Choices, factor: str) -> torch.dtype:
-    return choose.of(factor, torch.int64, torch.int32)
-
-
 def _attention_varlen(choose: Choices, draw: Draw) -> Arguments:
     heads, kv_heads, dim = _heads(choose, 16)
     of_queries = of_keys = _ends(choose, "lengths")
     if choose.of("cross", False, True):
         of_keys = _ends(choose, "lengths of keys", len(of_queries))
     ends = [
-        torch.cat((t.new_zeros(1), t)).to(_index_dtype(choose, f"dtype of {what} ends"))
+        torch.cat((t.new_zeros(1), t)).to(index_dtype(choose, f"dtype of {what} ends"))
         for what, t in (("query", of_queries), ("key", of_keys))
     ]
     padding = choose.number("padding", (0,), (1, 2, 3), (5, 8, 16))
@@ -388,7 +385,7 @@ def _linear(choose: Choices, draw: Draw) -> Arguments:
 
 def _grouped_linear(choose: Choices, draw: Draw) -> Arguments:
     offsets = _ends(choose, "lengths", large=((300, 5, 310, 16), (2048,), (5, 1000))).to(
-        _index_dtype(choose, "dtype of offsets")
+        index_dtype(choose, "dtype of offsets")
     )
     last = int(offsets[-1]) if len(offsets) else 0
     rows = last + choose.of("rows of no group", 0, 1, 5)
@@ -401,43 +398,8 @@ def _grouped_linear(choose: Choices, draw: Draw) -> Arguments:
     return (x, weight, offsets), {"out_dtype": _out_dtype(choose)}
 
 
-def _routed(choose: Choices) -> tuple[int, int, int]:
-    """Tokens, choices of each, and how wide they are."""
-    choices = choose.number("choices", (2,), (1,), (3, 5), (8, 4, 6), (16, 10, 33, 64, 100))
-    room = choose.room(choices)
-    return room.size("tokens", none=True), choices, room.size("width", none=True)
-
-
-def _permute(choose: Choices, draw: Draw) -> Arguments:
-    tokens, choices, width = _routed(choose)
-    experts = choose.size("experts", 1001)
-    kind = choose.of("experts chosen", "any", "some of none", "one", "the last", "ascending")
-    outside = int(kind == "some of none")
-    indices = draw.integers(experts + 2 * outside, tokens, choices) - outside
-    indices.view(-1)[indices.numel() // 2 :][:outside] = -1
-    if kind == "ascending":
-        indices = indices.flatten().sort().values.view(tokens, choices)
-    elif kind != "any" and not outside:
-        indices = torch.full_like(indices, experts - 1 if kind == "the last" else experts // 2)
-    x = choose.values("x", draw, tokens, width, more=SPECIAL)
-    kinds = {"none": None, "equal": 1, "any": 9, "far apart": 9}
-    kind = choose.of("key", *kinds)
-    keys, key = kinds[kind], None
-    if keys is not None:
-        key = (draw.integers(keys, tokens) - keys // 2).to(_index_dtype(choose, "dtype of key"))
-        key *= 1 if kind != "far apart" else 2**40 if key.dtype == torch.int64 else 2**20
-    counts = {"all": None, "none": 0, "one": 1, "half": tokens // 2, "more": tokens + 1}
-    count = counts[choose.of("count", *counts)]
-    given = None if count is None else torch.tensor(count)
-    indices = indices.to(_index_dtype(choose, "dtype of indices"))
-    if outside and indices.numel() > 2:
-        ends = torch.iinfo(indices.dtype)
-        indices.view(-1)[[0, -1]] = torch.tensor([ends.max, ends.min], dtype=indices.dtype)
-    return (x, indices, key, given), {"num_experts": experts}
-
-
 def _unpermute(choose: Choices, draw: Draw) -> Arguments:
-    tokens, choices, width = _routed(choose)
+    tokens, choices, width = routed(choose)
     ascending = torch.arange(tokens * choices)
     orders = {"any": draw.uniform(tokens * choices).argsort(), "ascending": ascending,
               "descending": ascending.flip(0)}  # fmt: skip
@@ -599,7 +561,7 @@ DRAWN: Mapping[str, Drawn] = {
     "grouped_linear": _grouped_linear,
     "conv1d": conv1d,
     "conv2d": conv2d,
-    "permute": _permute,
+    "permute": permute,
     "unpermute": _unpermute,
     "embedding": _embedding,
     "cross_entropy": _cross_entropy,

@@ -286,6 +286,13 @@ def _(memory: Any, right: Call, index: int | None = None) -> Any:
     return found if not index else found._replace(allocated=0, peak_allocated=0)
 
 
+@wrong("free-of-the-first-device", "state of one device", "info", "info/devices")
+def _(memory: Any, right: Call, index: int | None = None) -> Any:
+    """All of another one's is free, whatever it has."""
+    found = right(index)
+    return found._replace(free=found.total) if index else found
+
+
 @wrong("tensors-counted-twice", "a statistic that means something else", "stats", "stats/tensors")
 def _(memory: Any, right: Call, index: int | None = None) -> Any:
     """By their size, and by that of their storages."""

@@ -143,6 +143,15 @@ def _on_the_second(self: HonestBackend, seed: int, index: int | None = None) -> 
     return torch.Generator().manual_seed(seed + self.check_index(index))
 
 
+class _Untold(torch.Generator):
+    def initial_seed(self) -> int:
+        return 0
+
+
+def _told_of_the_first(self: HonestBackend, seed: int, index: Any = None) -> torch.Generator:
+    return (_Untold() if self.check_index(index) else torch.Generator()).manual_seed(seed)
+
+
 @wrong_row("mask-by-threads", "bits that depend on the cut", chapter="random", operator="dropout")
 @_without_rows
 def mask_by_threads(row: Row, x: Tensor, rng: Tensor, *, p: float) -> Any:
@@ -220,6 +229,8 @@ CATALOGUE: tuple[Wrong, ...] = (
     _generator("seed-of-a-thread", "per-thread state", _seeded(_in_another_thread)),
     _generator("seed-of-a-device", "state of one device",
                type("OnTheSecond", (HonestBackend,), {"generator": _on_the_second})),
+    _generator("seed-told-of-the-first-device", "state of one device",
+               type("ToldOfTheFirst", (HonestBackend,), {"generator": _told_of_the_first})),
     _generator("seventeenth-generator-is-the-first", "output that is not fresh",
                _made_by(lambda seed: next(_POOL).manual_seed(seed))),
     _generator("device-state-stays", "a quiet no-op", _DeviceStateStays),

@@ -148,6 +148,10 @@ def _pool_of_four(self: AsynchronousBackend, index: int | None = None) -> Any:
     return pool[self.turn % 4]
 
 
+def _is_within(target: torch.Tensor, source: torch.Tensor) -> bool:
+    return target.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
+
+
 def _small_copy_at_once(
     memory: Any, right: Call, target: Any, source: Any, stream: Any = None
 ) -> None:
@@ -395,6 +399,15 @@ class OfItsStream(Event):
         return float(1000 * (next(ends) - next(ends)))
 
 
+def _counts_for_two(self: AsynchronousBackend, *, timing: bool = False) -> Any:
+    """Has twice the time where the first stream is not current."""
+    made: Any = self.event_type()
+    made.elapsed_time = lambda end: (
+        Event.elapsed_time(made, end) * (1 + (self.current_stream() is not self.first))
+    )
+    return made
+
+
 def _first_time(event: Event, right: Call, stream: Any = None) -> None:
     times = event.__dict__.get("times")
     right(stream)
@@ -512,6 +525,10 @@ CATALOGUE: tuple[Wrong, ...] = (
                  AsynchronousMemory, "copy_async", lambda _, right, target, source, stream=None:
                  right(target, source,
                        stream if source.is_contiguous() and target.is_contiguous() else None)),
+    wrong_method("copy-within-a-tensor-is-nothing", "a special case forgotten", "copy",
+                 AsynchronousMemory, "copy_async", lambda _, right, target, source, stream=None:
+                 None if _is_within(target, source) else right(target, source, stream)),
+    wrong("time-of-the-current-stream", "state of another call", "elapsed", event=_counts_for_two),
     wrong_method("converted-at-the-call", "missing wait", "copy", AsynchronousMemory, "copy_async",
                  lambda _, right, target, source, stream=None:
                  right(target, source.to(target.dtype), stream)),

@@ -21,7 +21,7 @@ def conv1d(choose: Choices, draw: Draw) -> Arguments:
 
 
 def conv2d(choose: Choices, draw: Draw) -> Arguments:
-    """Kernels that fit: an image is as large as what its kernel spans, or larger."""
+    """Kernels that fit: what a kernel spans is no larger than an image with its padding."""
     choose.has_channels = True
     names = ("height", "width")
     long = (4, 5, 7, 8), (16, 32, 11)
@@ -33,20 +33,21 @@ def conv2d(choose: Choices, draw: Draw) -> Arguments:
     inputs = groups * choose.number_up_to(most, "inputs of a group", (1,), (3, 2, 4), (16, 8))
     outputs = groups * choose.number_up_to(most, "outputs of a group", (1,), (2, 3, 4), (17, 8, 16))
     dilation = [choose.number(f"dilation {name}", (1,), (2,), (3, 4, 5)) for name in names]
+    padding = [choose.number(f"padding {name}", (0,), (1,), (2, 3, 5, 4)) for name in names]
     # One dim may be long at a time: batch, height or width.
     few = 16 if groups <= 16 else 3
     most = max((1 << 10) // (max(inputs, outputs) * math.prod(kernel)), 1)
     batch = choose.number_up_to(most, "batch", (1,), (2, 3, 5), (0,), (8, 17, 40, *LONG))
     most, sizes = max(most // max(batch, 1), few if batch < 9 else 1), []
-    more = (1,), (2, 3, 6), (5, 4, 8), (9, 16, 13), (33, 64, 100, 300, 1100)
-    for name, k, d in zip(names, kernel, dilation, strict=True):
+    more = (1,), (2, 3, 6), (5, 4, 8), (9, 16, 13), (33, 64, 100, 300, 1100), (0, -1, -3, -7)
+    for name, k, d, pad in zip(names, kernel, dilation, padding, strict=True):
         found = choose.number_up_to(most, f"more {name}", *more)
-        sizes.append((k - 1) * d + found)
-        most = max(most // found, few) if most >= few else most
+        span = (k - 1) * d
+        sizes.append(max(span + found, span + 1 - 2 * pad, 1))
+        most = max(most // max(found, 1), few) if most >= few else most
     x = choose.values("x", draw, batch, inputs, *sizes, added=True)
     weight = choose.values("weight", draw, outputs, inputs // groups, *kernel, more=())
     bias = choose.optional("bias", draw, outputs, added=True)
     stride = [choose.number(f"stride {name}", (1,), (2,), (3, 5, 4, 8)) for name in names]
-    padding = [choose.number(f"padding {name}", (0,), (1,), (2, 3, 5, 4)) for name in names]
     attrs = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
     return (x, weight, bias), attrs

@@ -328,6 +328,13 @@ FIXED: Mapping[str, Points] = {
         Point("1x1-of-every-second", {"inputs of a group": 4, "outputs of a group": 5,
                                       **dict.fromkeys(("stride height", "stride width"), 2),
                                       **dict.fromkeys(("more height", "more width"), 8)}),
+        # What a library makes products of otherwise: narrow results, rows of 64, small images.
+        *(Point(label, {"inputs of a group": inputs, "outputs of a group": 3, "kernel height": 2,
+                        "kernel width": kernel, "more height": 5, "more width": more,
+                        "stride width": stride, "padding width": padding}, telling=True)
+          for label, inputs, kernel, more, stride, padding in (
+              ("one-column", 16, 2, 2, 3, 0), ("row-of-64", 8, 8, 9, 1, 1),
+              ("row-of-128", 4, 32, 3, 1, 0), ("all-but-padding", 16, 4, -2, 2, 2))),
         Point("channels-last", {"batch": 40, "inputs of a group": 5, "outputs of a group": 3,
                                 "more height": 6, "more width": 7}, telling=True,
               layout="channels last"),

@@ -22,7 +22,7 @@ namespace anychip::cpu {
 namespace {
 
 // Raised whenever a signature changes its meaning; Python reads it as build_info()["abi"].
-constexpr int kInterfaceVersion = 10;
+constexpr int kInterfaceVersion = 11;
 
 using Addresses = std::vector<uintptr_t>;
 using Sizes = std::vector<int64_t>;
@@ -190,6 +190,7 @@ void bind_operators(py::module_& m) {
        "length", "taps", "dtype", "weight_dtype");
   bind(m, "conv1d_backward", &conv1d_backward, "grad", "x", "weight", "dx", "dweight", "dbias",
        "batch", "channels", "length", "taps", "dtype", "weight_dtype");
+  bind(m, "turn", &turn, "x", "y", "batch", "rows", "columns", "dtype");
   bind(m, "dropout", &dropout, "x", "y", "numel", "columns", "dtype", "rng", "p",
        "row_index=", "width=", "column=");
   bind(m, "bias_dropout_add", &bias_dropout_add, "x", "residual", "bias", "y", "rows", "hidden",
@@ -314,6 +315,12 @@ void bind_information(py::module_& m) {
   m.def("num_threads", &num_threads);
   m.def("packed_numel", &packed_numel, py::arg("columns"), py::arg("depth"));
   m.def("has_block_products", &has_block_products);
+  m.def(
+      "is_permutation",
+      [](uintptr_t index, int64_t count) {
+        return is_permutation(reinterpret_cast<const int64_t*>(index), count);
+      },
+      py::arg("index"), py::arg("count"));
   m.def("openmp_status", [] {
     const OpenMPStatus status = openmp_status();
     return std::make_pair(status.ok, status.message);

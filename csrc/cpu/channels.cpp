@@ -1,7 +1,9 @@
-// GroupNorm and conv1d over the threads, which share the groups or channels of all of the batch.
+// GroupNorm and conv1d over the threads, which share the groups or channels of all of the batch,
+// and what makes channels the innermost dim, or others.
 //
 // What weights get is summed by each channel of each part of the batch, and then over the batch in
 // order, in float64.
+#include <algorithm>
 #include <memory>
 
 #include "checks.h"
@@ -118,6 +120,17 @@ void conv1d_backward(const Conv1dBackward& args) {
   };
   write(0, args.taps, args.dweight);
   write(args.taps, 1, args.dbias);
+}
+
+void turn(const Turned& args) {
+  const char* where = "turn";
+  const Size rows{"rows", args.rows}, columns{"columns", args.columns};
+  if (check_sizes(where, {{"batch", args.batch}, rows, columns}) == 0) return;
+  check_address(where, "x", args.x);
+  check_address(where, "y", args.y);
+  const int64_t parts = (args.columns + kTurnedColumns - 1) / kTurnedColumns;
+  parallel_items(args.batch * parts, args.rows * std::min(args.columns, kTurnedColumns),
+                 [&](Range some) { kernels().turn(args, some); });
 }
 
 }  // namespace anychip::cpu

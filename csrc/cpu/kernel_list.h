@@ -30,6 +30,8 @@ ANYCHIP_KERNEL(void, conv1d_forward,
 ANYCHIP_KERNEL(void, conv1d_backward,
                (const Conv1dBackward&, const float* weight, float* sums, float* scratch,
                 Range rows))
+// Of each matrix, kTurnedColumns columns at a time.
+ANYCHIP_KERNEL(void, turn, (const Turned&, Range parts))
 
 ANYCHIP_KERNEL(void, dropout, (const Dropout&, Range elements))
 // past: Note [Past the caches] of cache.h, here and below.

@@ -139,6 +139,8 @@ struct ProductPart {
   bool adds;
 };
 
+constexpr int64_t kTurnedColumns = 64;  // that become rows at a time
+
 // Columns of a panel of a product's right factor, in bfloat16.
 constexpr int64_t kPairColumns = 64;
 // A block of rows, or a panel of columns: zeros after `count`, and after `depth` up to `room`. Rows

@@ -141,6 +141,15 @@ struct Conv1dBackward {
 void conv1d_forward(const Conv1dForward& args);
 void conv1d_backward(const Conv1dBackward& args);
 
+// y[n, j, i] = x[n, i, j]: columns become rows, as channels become innermost, and outermost again.
+struct Turned {
+  const void* x;  // (batch, rows, columns)
+  void* y;
+  int64_t batch, rows, columns;
+  DType dtype;
+};
+void turn(const Turned& args);
+
 struct Dropout {
   const void* x;
   void* y;
@@ -367,6 +376,9 @@ struct Places {
   int64_t count, num_experts;
 };
 void places_by_expert(const Places& args);
+
+// Whether (count,) numbers are those from 0 on, each once.
+bool is_permutation(const int64_t* index, int64_t count);
 
 // The gradients of sum_rows, where index holds each row of x once: dx[index[r, j]] = weights[r, j]
 // y[r], and dweights[r, j] is the product of y[r] and x[index[r, j]].

@@ -92,6 +92,17 @@ void places_by_expert(const Places& args) {
   }
 }
 
+bool is_permutation(const int64_t* index, int64_t count) {
+  const char* where = "is_permutation";
+  if (check_sizes(where, {{"count", count}}) == 0) return true;
+  check_address(where, "index", index);
+  std::vector<bool> seen(static_cast<size_t>(count));
+  return std::all_of(index, index + count, [&](int64_t i) {
+    if (i < 0 || i >= count || seen[static_cast<size_t>(i)]) return false;
+    return static_cast<bool>(seen[static_cast<size_t>(i)] = true);
+  });
+}
+
 void spread_rows(const RowSpread& args) {
   const char* where = "spread_rows";
   const Size rows{"rows", args.rows}, terms{"terms", args.terms};

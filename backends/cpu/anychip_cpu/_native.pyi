@@ -59,6 +59,9 @@ class Update:
 def philox(seed: int, offset: int, nwords: int) -> list[int]:
     """The first nwords 32-bit words of Philox4x32-10, key = seed, counter from offset on."""
 
+def is_permutation(index: int, count: int) -> bool:
+    """Whether the int64 numbers at an address are those from 0 to count - 1, each once."""
+
 def set_isa(name: str) -> None:
     """Use "baseline", "avx2" or "avx512" from now on, for tests.
 

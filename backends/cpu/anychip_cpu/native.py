@@ -13,7 +13,7 @@ from types import ModuleType
 import torch
 
 BUILD_COMMAND = "pip install . -Ccmake.define.ANYCHIP_CPU=ON"
-INTERFACE = 10
+INTERFACE = 11
 """The version of the native module's signatures that this code calls."""
 
 _MISSING = "_native_missing.txt"

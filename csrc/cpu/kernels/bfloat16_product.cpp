@@ -13,41 +13,16 @@ ANYCHIP_INLINE uint32_t pair(BFloat16 first, BFloat16 second) {
   return static_cast<uint32_t>(first.bits) | static_cast<uint32_t>(second.bits) << 16;
 }
 
-// Pairs of the terms k and k + 1 of a matrix whose rows are across, for the columns of a panel.
-ANYCHIP_INLINE void make_pairs(const PackedPairs& part, int64_t k, int64_t first, int64_t count,
-                               uint32_t* to) {
-  const BFloat16* row = part.from + k * part.stride + first;
-  int64_t i = 0;
-  if (k + 1 < part.depth) {
-    for (; i < count; ++i) to[i] = pair(row[i], row[part.stride + i]);
-  } else if (k < part.depth) {
-    for (; i < count; ++i) to[i] = row[i].bits;
-  }
-  for (; i < kPairColumns; ++i) to[i] = 0;
-}
-
 ANYCHIP_INLINE void write(void* to, const uint32_t* pairs, int64_t count) {
   __builtin_memcpy(to, pairs, static_cast<size_t>(count) * sizeof(uint32_t));
 }
 
 // Columns of a matrix as rows.
 [[gnu::flatten]] void turn_rows(const PackedPairs& part, BFloat16* rows) {
-  for (int64_t first = 0; first < part.count; first += kPairColumns) {
-    const int64_t rest = part.count - first, count = rest < kPairColumns ? rest : kPairColumns;
-    for (int64_t k = 0; k < part.room; k += 2 * kPairs) {
-      uint32_t pairs[kPairs][kPairColumns];
-      for (int p = 0; p < kPairs; ++p) make_pairs(part, k + 2 * p, first, count, pairs[p]);
-      float turned[kPairs * kPairColumns];
-      __builtin_memcpy(turned, pairs, sizeof pairs);
-      for (int64_t i = 0; i < count; i += kPairs) {
-        float eight[kPairs * kPairs];
-        transpose_eight(turned + i, kPairColumns, kPairs, eight, kPairs);
-        for (int64_t r = 0; r < kPairs && i + r < count; ++r) {
-          __builtin_memcpy(rows + (first + i + r) * part.room + k, eight + r * kPairs,
-                           kPairs * sizeof(float));
-        }
-      }
-    }
+  for (int64_t first = 0; first < part.count; first += kTurnedColumns) {
+    const int64_t rest = part.count - first, count = rest < kTurnedColumns ? rest : kTurnedColumns;
+    turn_columns(part.from + first, part.stride, part.depth, count, rows + first * part.room,
+                 part.room);
   }
 }
 
@@ -77,11 +52,11 @@ ANYCHIP_INLINE void write(void* to, const uint32_t* pairs, int64_t count) {
 }  // namespace
 
 void pack_rows16(const PackedPairs& part, BFloat16* rows) {
-  if (!part.is_along) return turn_rows(part, rows);
+  if (!part.is_along) turn_rows(part, rows);
   const auto size = static_cast<size_t>(part.depth) * sizeof(BFloat16);
   const auto rest = static_cast<size_t>(part.room - part.depth) * sizeof(BFloat16);
   for (int64_t i = 0; i < part.count; ++i) {
-    __builtin_memcpy(rows + i * part.room, part.from + i * part.stride, size);
+    if (part.is_along) __builtin_memcpy(rows + i * part.room, part.from + i * part.stride, size);
     __builtin_memset(rows + i * part.room + part.depth, 0, rest);
   }
 }
@@ -89,8 +64,9 @@ void pack_rows16(const PackedPairs& part, BFloat16* rows) {
 void pack_panel16(const PackedPairs& part, BFloat16* panel) {
   if (part.is_along) return turn_panel(part, panel);
   for (int64_t k = 0; k < part.room; k += 2) {
-    uint32_t pairs[kPairColumns];
-    make_pairs(part, k, 0, part.count, pairs);
+    uint32_t pairs[kPairColumns] = {};
+    const int64_t rest = part.depth - k;
+    if (rest > 0) read_row(part.from + k * part.stride, part.stride, rest, part.count, pairs);
     write(panel + k * kPairColumns, pairs, kPairColumns);
   }
 }

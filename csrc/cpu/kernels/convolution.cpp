@@ -1,4 +1,5 @@
-// conv1d: each channel of a sequence with a few weights of its own, which see what came before.
+// conv1d: each channel of a sequence with a few weights of its own, which see what came before; and
+// images whose channels become innermost, as products read them.
 //
 // A sequence becomes float32 once, with zeros where there is nothing to see. y is a sum of `taps`
 // products in order, and the bias; dx is one of as many; the gradients of weights are sums over the
@@ -6,6 +7,7 @@
 #include "loops.h"
 #include "rows.h"
 #include "table.h"
+#include "transpose.h"
 
 namespace anychip::cpu::ANYCHIP_ISA {
 namespace {
@@ -59,6 +61,19 @@ template <class T>
   }
 }
 
+template <class T>
+[[gnu::flatten]] void turn_parts(const Turned& args, Range parts) {
+  const int64_t rows = args.rows, columns = args.columns;
+  const int64_t across = (columns + kTurnedColumns - 1) / kTurnedColumns;
+  for (int64_t part = parts.begin; part < parts.end; ++part) {
+    const int64_t first = part % across * kTurnedColumns, rest = columns - first;
+    const int64_t at = part / across * rows * columns;
+    turn_columns(static_cast<const T*>(args.x) + at + first, columns, rows,
+                 rest < kTurnedColumns ? rest : kTurnedColumns,
+                 static_cast<T*>(args.y) + at + first * rows, rows);
+  }
+}
+
 }  // namespace
 
 void conv1d_forward(const Conv1dForward& args, const float* weight, const float* bias,
@@ -70,6 +85,10 @@ void conv1d_backward(const Conv1dBackward& args, const float* weight, float* sum
                      Range rows) {
   visit_dtype(args.dtype,
               [&](auto t) { backward<decltype(t)>(args, weight, sums, scratch, rows); });
+}
+
+void turn(const Turned& args, Range parts) {
+  visit_dtype(args.dtype, [&](auto t) { turn_parts<decltype(t)>(args, parts); });
 }
 
 }  // namespace anychip::cpu::ANYCHIP_ISA

@@ -1,6 +1,7 @@
-// Eight rows of eight numbers, turned: for factors of products.
+// Matrices whose columns become rows: factors of products, and channels that become innermost.
 #pragma once
 
+#include "../kernel_table.h"
 #include "vector.h"
 
 namespace anychip::cpu::ANYCHIP_ISA {
@@ -44,6 +45,50 @@ ANYCHIP_INLINE void transpose_eight(const float* from, int64_t stride, int64_t r
     }
   }
 #endif
+}
+
+// A row of numbers of four bytes, or one or two rows of two bytes in pairs.
+ANYCHIP_INLINE void read_row(const float* from, int64_t, int64_t, int64_t count, uint32_t* to) {
+  __builtin_memcpy(to, from, static_cast<size_t>(count) * sizeof(float));
+}
+template <class T>
+ANYCHIP_INLINE void read_row(const T* from, int64_t stride, int64_t rows, int64_t count,
+                             uint32_t* to) {
+  static_assert(sizeof(T) == 2);
+  if (rows > 1) {
+    for (int64_t i = 0; i < count; ++i) {
+      to[i] = from[i].bits | static_cast<uint32_t>(from[stride + i].bits) << 16;
+    }
+  } else {
+    for (int64_t i = 0; i < count; ++i) to[i] = from[i].bits;
+  }
+}
+
+// to[j * width + i] = from[i * stride + j], of up to kTurnedColumns columns j.
+template <class T>
+ANYCHIP_INLINE void turn_columns(const T* from, int64_t stride, int64_t rows, int64_t columns,
+                                 T* to, int64_t width) {
+  constexpr int64_t kOfOne = 4 / sizeof(T), kRows = 8 * kOfOne;
+  uint32_t read[8][kTurnedColumns] = {};
+  for (int64_t row = 0; row < rows; row += kRows) {
+    const int64_t rest = rows - row, count = rest < kRows ? rest : kRows;
+    for (int64_t i = 0; i < count; i += kOfOne) {
+      read_row(from + (row + i) * stride, stride, count - i, columns, read[i / kOfOne]);
+    }
+    for (int64_t column = 0; column < columns; column += 8) {
+      float eight[8 * 8];
+      transpose_eight(reinterpret_cast<const float*>(read[0]) + column, kTurnedColumns, 8, eight,
+                      8);
+      for (int64_t j = 0; j < 8 && column + j < columns; ++j) {
+        T* at = to + (column + j) * width + row;
+        if (count == kRows) {
+          __builtin_memcpy(at, eight + 8 * j, kRows * sizeof(T));
+        } else {
+          __builtin_memcpy(at, eight + 8 * j, static_cast<size_t>(count) * sizeof(T));
+        }
+      }
+    }
+  }
 }
 
 }  // namespace anychip::cpu::ANYCHIP_ISA

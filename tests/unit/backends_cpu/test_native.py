@@ -3,6 +3,8 @@
 Their values are the conformance suite's business.
 """
 
+import itertools
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -172,6 +174,24 @@ def test_native_row_has_the_same_bits_for_every_number_of_threads_and_instructio
     finally:
         native.kernels.set_isa(used)
         native.kernels.set_last_cache(-1)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_turned_matrices_are_transposed_and_nothing_behind_is_written(dtype: torch.dtype) -> None:
+    kernels: Any = native.kernels
+    used = kernels.build_info()["isa"]
+    shapes = [(1, 1, 1), (2, 3, 5), (3, 16, 64), (1, 17, 65), (2, 31, 130), (1, 400, 300)]
+    try:
+        for isa, shape in itertools.product(kernels.available_isas(), shapes):
+            kernels.set_isa(isa)
+            x = torch.arange(math.prod(shape)).remainder(251).to(dtype).view(shape)
+            y = torch.full((x.numel() + 1,), -1.0).to(dtype)
+            kernels.turn(x.data_ptr(), y.data_ptr(), *shape, native.CODES[dtype])
+            assert torch.equal(y[:-1].view_as(x.mT), x.mT), (isa, shape)
+            assert y[-1] == -1.0
+    finally:
+        kernels.set_isa(used)
 
 
 # layouts of gradients: what a row does not copy it must read where it is

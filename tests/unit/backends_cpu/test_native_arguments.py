@@ -48,7 +48,7 @@ def parameters(function: Any) -> Parameters:
 def _kind(name: str, kind: str) -> str:
     one = kind.strip()
     if "Supports" in kind:  # not a kernel: the text is pybind11's
-        sizes = {"numels", "nwords", "columns", "depth", *NUMBERS}
+        sizes = {"numels", "nwords", "columns", "depth", "count", *NUMBERS}
         one = "int" if name in sizes else "dtype" if "dtypes" in name else "address"
     if one == "int":
         one = "number" if name in NUMBERS else "size"

@@ -66,3 +66,13 @@ def test_unpermute_has_the_bits_of_the_reference(
         exact = torch.einsum("th,tjh->tj", grad.double(), x.double()[row_map])
         # A sum of 1100 products passes 27 roundings; it is about as large as 33 of its terms.
         assert_close(dweights, exact, 27, ulps=0.51)
+
+
+@pytest.mark.parametrize(
+    ("index", "is_one"),
+    [([], True), ([0], True), ([2, 0, 1], True), ([1], False), ([0, 0], False), ([-1, 0], False)],
+)
+def test_permutation_holds_each_number_once(index: list[int], is_one: bool) -> None:
+    assert native.kernels is not None
+    held = torch.tensor(index, dtype=torch.int64)
+    assert native.kernels.is_permutation(held.data_ptr(), held.numel()) is is_one

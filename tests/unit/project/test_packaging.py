@@ -89,3 +89,21 @@ def test_import_of_a_plugin_author_loads_no_torch(statement: str) -> None:
     code = f"{statement}\nimport sys\nprint('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.stdout.strip(), done.stderr) == ("False", "")
+
+
+def test_torch_compiler_is_not_loaded_where_nothing_is_compiled() -> None:
+    code = """
+import sys, torch
+import anychip
+from anychip import conformance, ops
+from anychip.comm.threads import run_ranks
+
+anychip.use("cpu")
+x = torch.ones(2, 3, requires_grad=True)
+ops.permute(x, torch.tensor([[1], [0]]), num_experts=2)[0].sum().backward()
+run_ranks(2, lambda group: None)
+assert conformance.run("cpu", chapters=["operators"], select="relu/fp32").passed
+print("torch._dynamo" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.stdout.strip(), done.stderr) == ("False", "")

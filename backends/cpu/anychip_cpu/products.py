@@ -20,6 +20,7 @@ from anychip_cpu.device import vendor
 from anychip_cpu.table import Needs, address, declared
 
 _kernels: Any = native.kernels
+_pad = torch.nn.functional.pad
 
 IN_TILES = frozenset({torch.bfloat16} if torch.cpu._is_amx_tile_supported() else ())
 """Dtypes whose products the processor makes by tiles (AMX): torch's own take a half to a fifth of
@@ -106,6 +107,19 @@ class Panels:
         )
 
 
+_TERMS = 32
+"""Of a product by tiles, that are multiplied at once."""
+
+
+def _leaks(rows: Tensor) -> bool:
+    """Whether torch's product of these rows (..., K) lets one see the next one's numbers.
+
+    oneDNN by AMX multiplies them by 0 where K is not whole tiles, which makes NaN of a NaN or an
+    infinity (its issue 5717; torch 2.13: of K = 15, 34 or 100, in a quarter of random calls).
+    """
+    return rows.dtype in IN_TILES and rows.shape[-1] % _TERMS > 0 and rows.shape[:-1].numel() > 1
+
+
 def multiply(
     left: Tensor,
     right: Tensor | Panels,
@@ -128,6 +142,9 @@ def multiply(
     (rows, depth), columns = left.shape, right.shape[1]
     is_own = rows * depth * columns >= OWN_PRODUCT_FROM and left.dtype == torch.float32
     if not is_own or min(rows, depth, columns) < _NARROW:
+        if left.is_contiguous() and _leaks(left):
+            rest = -depth % _TERMS
+            left, right = _pad(left, (0, rest)), _pad(right, (0, 0, 0, rest))
         if adds:
             assert out is not None, "there is something to add to"
             return out.addmm_(left, right)
@@ -183,7 +200,7 @@ def linear(
         return y
     wide = _widening(x, out_dtype)
     given = wide(x), wide(weight), None if bias is None else wide(bias)
-    if x.numel() * weight.shape[0] < OWN_PRODUCT_FROM:
+    if x.numel() * weight.shape[0] < OWN_PRODUCT_FROM and not _leaks(given[0]):
         y = torch.nn.functional.linear(*given)
     else:
         y = multiply(_rows(given[0]), given[1].t(), bias=given[2])

@@ -174,3 +174,20 @@ def test_linear_keeps_the_shape_of_x_in_both_directions(shape: tuple[int, ...], 
         assert got is not None
         assert leaf.grad is not None
         assert_close(got, leaf.grad, 300)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_see_nothing_of_others_that_are_nan(dtype: torch.dtype) -> None:
+    for inputs in (15, 34, 64, 100):
+        x, weight = torch.randn(40, inputs).to(dtype), torch.randn(100, inputs).to(dtype)
+        x[1::5] = torch.nan
+        grad = torch.randn(40, 100).to(dtype)
+        grad[1::5] = torch.nan
+        y = products.linear(x, weight, None, out_dtype=None)
+        offsets = torch.tensor([17, 40])
+        grouped = products.grouped_linear(x, weight.expand(2, -1, -1), offsets, out_dtype=None)
+        needs = (True, False, False)
+        dx = products.linear_backward(grad, x, weight, out_dtype=None, needs=needs)[0]
+        assert dx is not None
+        for found in (y, grouped, dx):
+            assert found.isnan().any(1).nonzero()[:, 0].tolist() == list(range(1, 40, 5)), inputs

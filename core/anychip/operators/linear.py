@@ -31,12 +31,19 @@ def _rows(x: Tensor) -> Tensor:
 def _linear_forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, out_dtype: torch.dtype | None
 ) -> Tensor:
-    if out_dtype is not None:
-        x, weight = x.to(out_dtype), weight.to(out_dtype)
-        bias = None if bias is None else bias.to(out_dtype)
-    # On some hosts torch's 16-bit product of strided operands rounds more than once.
-    dense = None if bias is None else bias.contiguous()
-    return torch.nn.functional.linear(x.contiguous(), weight.contiguous(), dense)
+    out_dtype, inner = out_dtype or x.dtype, _product_dtype(x, out_dtype or x.dtype)
+    dense = None if bias is None else bias.to(inner).contiguous()
+    x, weight = (t.to(inner).contiguous() for t in (x, weight))
+    return torch.nn.functional.linear(x, weight, dense).to(out_dtype)
+
+
+def _product_dtype(x: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """In which a product is made that has a dtype: on a host not in 16 bits.
+
+    There torch's of strided operands may round more than once; and by AMX, where K is no multiple
+    of 32, one row is NaN where the next one is (torch 2.13; oneDNN's issue 5717).
+    """
+    return torch.float32 if x.device.type == HOST and dtype.itemsize == 2 else dtype
 
 
 def _linear_backward(
@@ -47,6 +54,7 @@ def _linear_backward(
     out_dtype: torch.dtype | None,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    grad = grad.to(_product_dtype(x, grad.dtype))
     rows = _rows(grad)
     dx = (grad @ weight.to(grad.dtype)).to(x.dtype) if needs[0] else None
     dweight = (rows.t() @ _rows(x).to(grad.dtype)).to(x.dtype) if needs[1] else None

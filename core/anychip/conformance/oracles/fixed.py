@@ -291,6 +291,9 @@ FIXED: Mapping[str, Points] = {
         *telling("5x64x64 3x1000x6 4x4096x5 600x24x10 64x512x128", *PRODUCT),
         *telling("5x64x64 3x1000x6 600x24x10", *PRODUCT, **_TO_FLOAT32),
         *sized("130x136x132 5x257x1 3x259x5", *PRODUCT),
+        *(changed(f"some-rows-of-nan.{inputs}", {"rows": (40,), "inputs": inputs, "outputs": 24},
+                  values.some_rows_of_nan)
+          for inputs in (15, 100)),
         Point("vocabulary", {"inputs": 6, "outputs": VOCABULARY}, full=True),
         large("many-rows", {"rows": (BEYOND_16_BITS,), "inputs": 2, "outputs": 2}, full=True),
         large("many-batches", {"rows": (66_000, 1), "inputs": 2, "outputs": 3, "bias": "normal"}),

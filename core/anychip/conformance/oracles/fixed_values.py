@@ -77,6 +77,11 @@ def rows_of_nan(args: Args) -> None:
     args[0][::599] = math.nan
 
 
+def some_rows_of_nan(args: Args) -> None:
+    """Between others of a tile, whose last terms are filled up with 0: of NaN that makes NaN."""
+    args[0][1::5] = math.nan
+
+
 def far_targets(args: Args) -> None:
     """The last class, and those that are -100, which is ignored, in 8 and in 16 bits."""
     target = next(arg for arg in args if isinstance(arg, Tensor) and arg.dtype == torch.int64)

@@ -5,8 +5,8 @@ ANYCHIP_KERNEL(void, to_float, (DType dtype, const void* from, float* to, int64_
 ANYCHIP_KERNEL(void, from_float, (DType dtype, const float* from, void* to, int64_t numel))
 ANYCHIP_KERNEL(void, add_to, (float* sum, const float* term, int64_t numel))
 
-// Norms: weight and bias as float32; scratch: (hidden,). The backward adds this range's part of
-// dweight and dbias to (hidden,) sums, where wanted.
+// Norms: weight and bias as float32; scratch: whole vectors for (hidden,). The backward adds this
+// range's part of dweight and dbias to (hidden,) sums, where wanted.
 ANYCHIP_KERNEL(void, rms_norm_forward,
                (const RmsNormForward&, const float* weight, float* scratch, Range rows))
 ANYCHIP_KERNEL(void, rms_norm_backward,
@@ -49,7 +49,7 @@ ANYCHIP_KERNEL(void, bias_dropout_backward,
                (const BiasDropoutBackward&, float* dbias, Range elements))
 
 ANYCHIP_KERNEL(void, softmax_forward,
-               (const SoftmaxForward&, float* scratch, Range rows))  // (keys,)
+               (const SoftmaxForward&, float* scratch, Range rows))  // whole vectors for (keys,)
 ANYCHIP_KERNEL(void, softmax_backward, (const SoftmaxBackward&, Range rows))
 
 // Of positions that make one tile; scratch: attention_forward_scratch. The backward writes all of

@@ -1,9 +1,8 @@
 // RMSNorm and LayerNorm, also of a sum with a residual, over the threads.
-#include <memory>
-
 #include "checks.h"
 #include "drop.h"
 #include "row_blocks.h"
+#include "scratch.h"
 
 namespace anychip::cpu {
 namespace {
@@ -20,11 +19,6 @@ void check_gradient(const char* where, const ResidualGradient& sum, int64_t rows
   if (sum.drop.rng) check_drop(where, sum.drop, rows * hidden, hidden);
 }
 
-// A row of float32 for one thread.
-std::unique_ptr<float[]> scratch_row(int64_t hidden) {
-  return std::unique_ptr<float[]>(new float[static_cast<size_t>(hidden)]);
-}
-
 }  // namespace
 
 void rms_norm_forward(const RmsNormForward& args) {
@@ -38,7 +32,7 @@ void rms_norm_forward(const RmsNormForward& args) {
   if (args.hidden == 0 && !args.rstd) return;
   const FloatVector weight(args.weight, args.weight_dtype, args.hidden);
   parallel_items(args.rows, args.hidden, [&](Range rows) {
-    const auto scratch = scratch_row(args.hidden);
+    const AlignedFloats scratch = whole_vectors(args.hidden);
     kernels().rms_norm_forward(args, weight.data(), scratch.get(), rows);
   });
 }
@@ -79,7 +73,7 @@ void layer_norm_forward(const LayerNormForward& args) {
   const FloatVector weight(args.weight, args.weight_dtype, args.hidden);
   const FloatVector bias(args.bias, args.weight_dtype, args.hidden);
   parallel_items(args.rows, args.hidden, [&](Range rows) {
-    const auto scratch = scratch_row(args.hidden);
+    const AlignedFloats scratch = whole_vectors(args.hidden);
     kernels().layer_norm_forward(args, weight.data(), bias.data(), scratch.get(), rows);
   });
 }

@@ -16,6 +16,9 @@ inline AlignedFloats aligned_floats(int64_t numel) {
   return AlignedFloats(new (std::align_val_t{64}) float[static_cast<size_t>(numel)]);
 }
 
+// For a row of so many, whose last ones are stored as a whole vector of 16.
+inline AlignedFloats whole_vectors(int64_t numel) { return aligned_floats((numel + 15) / 16 * 16); }
+
 // Room that its thread keeps: asked for anew in every call, it would come as fresh pages.
 class Room {
  public:

@@ -3,6 +3,7 @@
 
 #include "checks.h"
 #include "row_blocks.h"
+#include "scratch.h"
 
 namespace anychip::cpu {
 namespace {
@@ -33,7 +34,7 @@ void softmax_forward(const SoftmaxForward& args) {
   check_rows(where, "mask", args.mask, args.mask_rows, args.mask_numel, args.rows, args.keys);
   check_rows(where, "bias", args.bias, args.bias_rows, args.bias_numel, args.rows, args.keys);
   parallel_items(args.rows, args.keys, [&](Range rows) {
-    const std::unique_ptr<float[]> scores(new float[static_cast<size_t>(args.keys)]);
+    const AlignedFloats scores = whole_vectors(args.keys);
     kernels().softmax_forward(args, scores.get(), rows);
   });
 }

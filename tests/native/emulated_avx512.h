@@ -64,6 +64,21 @@ EMULATED_LANES(__m512i, U64Lanes, _mm512_mul_epu32, (__m512i a, __m512i b),
 EMULATED_LANES(__m512, __m512, _mm512_permutexvar_ps, (__m512i index, __m512 a),
                a[((U32Lanes)index)[k] & 15u])
 EMULATED_LANES(__m512, __m512, _mm512_loadu_ps, (const float* p), p[k])
+// By a mask, of what lies in memory only the lanes with a bit are touched.
+EMULATED_LANES(__m512, __m512, _mm512_maskz_loadu_ps, (uint16_t mask, const float* p),
+               mask >> k & 1u ? p[k] : 0.0f)
+EMULATED_LANES(__m256i, U16Lanes, _mm256_maskz_loadu_epi16, (uint16_t mask, const void* p),
+               mask >> k & 1u ? static_cast<const uint16_t*>(p)[k] : 0u)
+EMULATED void _mm512_mask_storeu_ps(float* p, uint16_t mask, __m512 a) {
+  for (unsigned k = 0; k < 16; ++k) {
+    if (mask >> k & 1u) p[k] = a[k];
+  }
+}
+EMULATED void _mm256_mask_storeu_epi16(void* p, uint16_t mask, __m256i a) {
+  for (unsigned k = 0; k < 16; ++k) {
+    if (mask >> k & 1u) static_cast<uint16_t*>(p)[k] = ((U16Lanes)a)[k];
+  }
+}
 EMULATED void _mm512_stream_si512(void* p, __m512i a) { __builtin_memcpy(p, &a, sizeof a); }
 EMULATED int _mm512_reduce_max_epi32(__m512i a) {
   int largest = INT32_MIN;

@@ -15,7 +15,7 @@ ANYCHIP_INLINE U32 load_bytes(const uint8_t* p, AllLanes) {
 }
 ANYCHIP_INLINE U32 load_bytes(const uint8_t* p, FirstLanes lanes) {
   uint8_t buffer[kLanes] = {};
-  __builtin_memcpy(buffer, p, lanes.count);
+  copy_first(buffer, p, lanes.count);
   return load_bytes(buffer, AllLanes{});
 }
 // The low byte of each lane.
@@ -23,7 +23,7 @@ ANYCHIP_INLINE void store_bytes(uint8_t* p, U32 v, AllLanes) { write(p, v); }
 ANYCHIP_INLINE void store_bytes(uint8_t* p, U32 v, FirstLanes lanes) {
   uint8_t buffer[kLanes];
   write(buffer, v);
-  __builtin_memcpy(p, buffer, lanes.count);
+  copy_first(p, buffer, lanes.count);
 }
 
 // Bits of the largest magnitude; those of a NaN, which are above all others, if there is one.

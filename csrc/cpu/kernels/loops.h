@@ -70,14 +70,7 @@ ANYCHIP_INLINE float sum_lanes(Pair<H> v) {
   return sum_lanes(v.low + v.high);
 }
 
-ANYCHIP_INLINE float largest_lane(F32 v) {
-  float lane[kLanes];
-  store(lane, v, AllLanes{});
-  float largest = lane[0];
-  for (int k = 1; k < kLanes; ++k) largest = lane[k] > largest ? lane[k] : largest;
-  return largest;
-}
-
+ANYCHIP_INLINE RegisterF larger(RegisterF a, RegisterF b) { return maximum(a, b); }
 ANYCHIP_INLINE RegisterU larger(RegisterU a, RegisterU b) {  // as signed numbers
 #if defined(__AVX512F__)
   return reinterpret_cast<RegisterU>(
@@ -93,6 +86,15 @@ template <class H>
 ANYCHIP_INLINE Pair<H> larger(Pair<H> a, Pair<H> b) {
   return {larger(a.low, b.low), larger(a.high, b.high)};
 }
+// Of numbers that are not NaN.
+template <int width = kRegisterLanes / 2>
+ANYCHIP_INLINE float largest_lane(RegisterF v) {
+  if constexpr (width == 0) {
+    return v[0];
+  } else {
+    return largest_lane<width / 2>(larger(v, shuffle<Above<width>>(v, v)));
+  }
+}
 ANYCHIP_INLINE int32_t largest_lane(RegisterU v) {
 #if defined(__AVX512F__)
   return _mm512_reduce_max_epi32(reinterpret_cast<__m512i>(v));
@@ -105,7 +107,7 @@ ANYCHIP_INLINE int32_t largest_lane(RegisterU v) {
 #endif
 }
 template <class H>
-ANYCHIP_INLINE int32_t largest_lane(Pair<H> v) {
+ANYCHIP_INLINE auto largest_lane(Pair<H> v) {
   return largest_lane(larger(v.low, v.high));
 }
 

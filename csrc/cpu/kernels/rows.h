@@ -16,10 +16,17 @@ ANYCHIP_INLINE void* row_of(void* rows, DType dtype, int64_t offset) {
   return static_cast<char*>(rows) + bytes_of(dtype, offset);
 }
 
-// The row itself, or its values converted into `buffer`: once, however often they are read.
+// The row itself, or its values converted into `buffer`: once, however often they are read. It has
+// room for whole vectors, and gets whole ones: what reads the last part would wait for a store of a
+// part to be in the cache.
 ANYCHIP_INLINE const float* float_row(const void* row, DType dtype, int64_t hidden, float* buffer) {
   if (dtype == DType::kFloat32) return static_cast<const float*>(row);
-  to_float(dtype, row, buffer, hidden);
+  visit_dtype(dtype, [&](auto t) {
+    const auto* x = static_cast<const decltype(t)*>(row);
+    for_each_vector(0, hidden, [&](int64_t i, auto lanes) {
+      store(buffer + i, load(x + i, lanes), AllLanes{});
+    });
+  });
   return buffer;
 }
 
@@ -31,17 +38,21 @@ ANYCHIP_INLINE const float* normed_row(const Args& args, int64_t offset, float* 
   if (!sum.residual) return float_row(x, args.dtype, args.hidden, buffer);
   const void* residual = row_of(sum.residual, sum.dtype, offset);
   void* total = row_of(sum.total, sum.dtype, offset);
+  const bool is_read = sum.dtype == DType::kFloat32 && args.hidden % kLanes == 0;
   visit_dtype(args.dtype, [&](auto t) {
     visit_dtype(sum.dtype, [&](auto r) {
+      using R = decltype(r);
       const auto* a = static_cast<const decltype(t)*>(x);
-      const auto* b = static_cast<const decltype(r)*>(residual);
-      auto* c = static_cast<decltype(r)*>(total);
+      const auto* b = static_cast<const R*>(residual);
+      auto* c = static_cast<R*>(total);
       for_each_vector(0, args.hidden, [&](int64_t i, auto lanes) {
-        store(c + i, load(a + i, lanes) + load(b + i, lanes), lanes);
+        const F32 v = rounded<R>(load(a + i, lanes) + load(b + i, lanes));
+        store(c + i, v, lanes);
+        if (!is_read) store(buffer + i, v, AllLanes{});
       });
     });
   });
-  return float_row(total, sum.dtype, args.hidden, buffer);
+  return is_read ? static_cast<const float*>(total) : buffer;
 }
 
 // body(grad, x, dtotal, dx, dresidual) for each row of a backward, each of its type. x and

@@ -13,7 +13,8 @@ namespace {
 
 constexpr float kInfinity = __builtin_inff();
 
-// scores: (keys,). Returns the largest that is not NaN; -infinity if there is none.
+// scores: whole vectors for (keys,), which are stored whole (float_row of rows.h says why). Returns
+// the largest that is not NaN; -infinity if there is none.
 template <class T, class B>
 ANYCHIP_INLINE float write_scores(const T* x, const uint8_t* mask, const B* bias, float scale,
                                   int64_t keys, float* scores) {
@@ -23,7 +24,7 @@ ANYCHIP_INLINE float write_scores(const T* x, const uint8_t* mask, const B* bias
     if (bias) score = score + load(bias + i, lanes);
     if (mask) score = select(load_bytes(mask + i, lanes) == 0u, fill<F32>(-kInfinity), score);
     largest = maximum(replace_rest(score, lanes, -kInfinity), largest);
-    store(scores + i, score, lanes);
+    store(scores + i, score, AllLanes{});
   });
   return largest_lane(largest);
 }
@@ -54,7 +55,7 @@ template <class T, class B>
     } else {
       factor = 1.0f / sum_over(visible, [&](int64_t i, auto lanes) {
                  const F32 weight = exp(load(scores + i, lanes) - largest);
-                 store(scores + i, weight, lanes);
+                 store(scores + i, weight, AllLanes{});
                  return replace_rest(weight, lanes, 0.0f);
                });
     }

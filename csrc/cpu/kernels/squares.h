@@ -38,7 +38,7 @@ ANYCHIP_INLINE F64 load_doubles(const float* p, AllLanes) {
 }
 ANYCHIP_INLINE F64 load_doubles(const float* p, FirstLanes lanes) {
   float buffer[kLanes] = {};
-  __builtin_memcpy(buffer, p, lanes.count * sizeof(float));
+  copy_first(buffer, p, lanes.count);
   return load_doubles(buffer, AllLanes{});
 }
 

@@ -512,22 +512,74 @@ ANYCHIP_INLINE void store(BFloat16* p, Pair<F32> v, TwoVectors, bool past) {
 }
 #endif
 
-// Lanes that are not loaded are 0.
+// The first `count` of kLanes numbers, by moves of fixed sizes: a copy of any size is a call.
+template <class T>
+ANYCHIP_INLINE void copy_first(T* to, const T* from, int64_t count) {
+  static_assert(kLanes == 16);
+  int64_t at = 0;
+  if (count & 8) __builtin_memcpy(to, from, 8 * sizeof(T)), at = 8;
+  if (count & 4) __builtin_memcpy(to + at, from + at, 4 * sizeof(T)), at += 4;
+  if (count & 2) __builtin_memcpy(to + at, from + at, 2 * sizeof(T)), at += 2;
+  if (count & 1) __builtin_memcpy(to + at, from + at, sizeof(T));
+}
+
+// Lanes that are not loaded are 0; memory past the last one is not touched.
 template <class T>
 ANYCHIP_INLINE F32 load(const T* p, FirstLanes lanes) {
   T buffer[kLanes] = {};
-  __builtin_memcpy(buffer, p, lanes.count * sizeof(T));
+  copy_first(buffer, p, lanes.count);
   return load(buffer, AllLanes{});
 }
 template <class T>
 ANYCHIP_INLINE void store(T* p, F32 v, FirstLanes lanes) {
   T buffer[kLanes];
   store(buffer, v, AllLanes{});
-  __builtin_memcpy(p, buffer, lanes.count * sizeof(T));
+  copy_first(p, buffer, lanes.count);
 }
+#if defined(__AVX512F__)
+ANYCHIP_INLINE uint16_t mask_of(FirstLanes lanes) {
+  return static_cast<uint16_t>((1u << lanes.count) - 1u);
+}
+ANYCHIP_INLINE F32 load(const float* p, FirstLanes lanes) {
+  return _mm512_maskz_loadu_ps(mask_of(lanes), p);
+}
+ANYCHIP_INLINE F32 load(const BFloat16* p, FirstLanes lanes) {
+  return from_bfloat16(
+      reinterpret_cast<U32>(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask_of(lanes), p))));
+}
+ANYCHIP_INLINE F32 load(const Float16* p, FirstLanes lanes) {
+  return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask_of(lanes), p));
+}
+ANYCHIP_INLINE void store(float* p, F32 v, FirstLanes lanes) {
+  _mm512_mask_storeu_ps(p, mask_of(lanes), v);
+}
+ANYCHIP_INLINE void store(BFloat16* p, F32 v, FirstLanes lanes) {
+  const RegisterH half = halves(to_bfloat16(v));
+  _mm256_mask_storeu_epi16(p, mask_of(lanes), reinterpret_cast<__m256i>(half));
+}
+ANYCHIP_INLINE void store(Float16* p, F32 v, FirstLanes lanes) {
+  _mm256_mask_storeu_epi16(p, mask_of(lanes), reinterpret_cast<__m256i>(to_float16(v)));
+}
+#elif defined(__AVX2__)
+ANYCHIP_INLINE F32 load(const float* p, FirstLanes lanes) {
+  U32 index;
+  count_lanes(index, 0);
+  const Mask mask = index < static_cast<uint32_t>(lanes.count);
+  return {_mm256_maskload_ps(p, reinterpret_cast<__m256i>(mask.low)),
+          _mm256_maskload_ps(p + kRegisterLanes, reinterpret_cast<__m256i>(mask.high))};
+}
+#endif
 template <class T>
 ANYCHIP_INLINE void store(T* p, F32 v, FirstLanes lanes, bool) {
   store(p, v, lanes);
+}
+
+// As T stores them.
+template <class T>
+ANYCHIP_INLINE F32 rounded(F32 v) {
+  T buffer[kLanes];
+  store(buffer, v, AllLanes{});
+  return load(buffer, AllLanes{});
 }
 
 // The lanes that are not among `lanes` become `value`.

@@ -13,8 +13,12 @@ namespace {
 void check_index(const char* where, const int64_t* index, int64_t count, int64_t rows) {
   if (count == 0) return;
   check_address(where, "index", index);
+  bool is_within = true;  // all of them, without a branch
+  for (int64_t i = 0; i < count; ++i) {
+    is_within &= static_cast<uint64_t>(index[i]) < static_cast<uint64_t>(rows);
+  }
+  if (is_within) return;
   const auto [low, high] = std::minmax_element(index, index + count);
-  if (*low >= 0 && *high < rows) return;
   throw std::out_of_range(std::string(where) + ": expected rows from 0 to " +
                           std::to_string(rows - 1) + ", got " + std::to_string(*low) + " to " +
                           std::to_string(*high));

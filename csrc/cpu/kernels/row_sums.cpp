@@ -20,6 +20,38 @@ ANYCHIP_INLINE float weight_of(const void* weights, DType dtype, int64_t i) {
   return value;
 }
 
+// A row as it is: a short one by moves of fixed sizes, since a copy of any size is a call.
+ANYCHIP_INLINE void copy_row(void* to, const void* from, int64_t size) {
+  constexpr int64_t kLong = 1024;
+  if (size >= kLong) {
+    __builtin_memcpy(to, from, static_cast<size_t>(size));
+    return;
+  }
+  auto* t = static_cast<char*>(to);
+  const auto* f = static_cast<const char*>(from);
+  int64_t at = 0;
+  for (; at + 64 <= size; at += 64) __builtin_memcpy(t + at, f + at, 64);
+  if (size & 32) __builtin_memcpy(t + at, f + at, 32), at += 32;
+  if (size & 16) __builtin_memcpy(t + at, f + at, 16), at += 16;
+  copy_first(t + at, f + at, size & 15);
+}
+
+// Rows of one term each, as they are. The processor asks for what follows in a row by itself, once
+// it has seen where that begins.
+ANYCHIP_INLINE void gather(const RowSums& args, Range rows) {
+  constexpr int64_t kLine = 64, kLines = 8, kAhead = 4;
+  const int64_t size = bytes_of(args.dtype, args.width);
+  const int64_t asked = size < kLines * kLine ? size : kLines * kLine;
+  const auto* x = static_cast<const char*>(args.x);
+  auto* y = static_cast<char*>(args.y) + rows.begin * size;
+  for (int64_t row = rows.begin; row < rows.end; ++row, y += size) {
+    const int64_t later = row + kAhead < rows.end ? row + kAhead : row;
+    const char* next = x + args.index[later] * size;
+    for (int64_t at = 0; at < asked; at += kLine) __builtin_prefetch(next + at);
+    copy_row(y, x + args.index[row] * size, size);
+  }
+}
+
 // What a sum has come to stays in the first cache, so that every row is read from end to end; the
 // next one comes meanwhile.
 template <class T>
@@ -40,9 +72,10 @@ template <class T>
       for_each_vector(0, width, [&](int64_t i, auto lanes) { store(y + i, F32{}, lanes); });
     } else if (begin + 1 == end && !args.weights) {
       // The processor asks for what follows in a row by itself, once it has seen where that begins.
-      const T* next = row_at(end < all ? end : begin);
-      for (int line = 0; line < 8; ++line) __builtin_prefetch(next + line * 64 / sizeof(T));
-      __builtin_memcpy(y, row_at(begin), static_cast<size_t>(width) * sizeof(T));
+      const auto* next = reinterpret_cast<const char*>(row_at(end < all ? end : begin));
+      const int64_t size = bytes_of(args.dtype, width), first = size < 512 ? size : 512;
+      for (int64_t at = 0; at < first; at += 64) __builtin_prefetch(next + at);
+      copy_row(y, row_at(begin), size);
     } else {
       for (int64_t column = 0; column < width; column += kTile) {
         const int64_t n = column + kTile < width ? kTile : width - column;
@@ -71,7 +104,7 @@ template <class T>
     for (int64_t term = row * args.terms; term < (row + 1) * args.terms; ++term) {
       const int64_t at = args.index[term] * width;
       T* dx = args.dx ? static_cast<T*>(args.dx) + at : nullptr;
-      if (dx && !args.weights) __builtin_memcpy(dx, y, static_cast<size_t>(width) * sizeof(T));
+      if (dx && !args.weights) copy_row(dx, y, bytes_of(args.dtype, width));
       if (dx && args.weights) {
         const float weight = weight_of(args.weights, args.weight_dtype, term);
         for_each_vector(0, width, [&](int64_t i, auto lanes) {
@@ -92,6 +125,7 @@ template <class T>
 }  // namespace
 
 void sum_rows(const RowSums& args, Range rows) {
+  if (!args.ends && args.terms == 1 && !args.weights) return gather(args, rows);
   visit_dtype(args.dtype, [&](auto t) { sum<decltype(t)>(args, rows); });
 }
 

@@ -25,7 +25,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from anychip.contract import Memory
+from anychip.comm.group import Group
+from anychip.contract import Communicator, Memory
 from tests.meta.honest import CountingMemory, HonestBackend, make_table, reference_rows
 
 LONGEST_S = 0.001
@@ -285,6 +286,16 @@ class AsynchronousMemory(CountingMemory):
             target.copy_(source, non_blocking=True)
 
 
+class OrderedGroup(Group):
+    """Each call comes when the stream that is current has done its work."""
+
+    streams: Any
+
+    def _refuse(self, call: Callable[[], str]) -> None:
+        self.streams.current_stream().synchronize()
+        super()._refuse(call)
+
+
 class AsynchronousBackend(HonestBackend):
     """The host with streams of worker threads."""
 
@@ -304,6 +315,13 @@ class AsynchronousBackend(HonestBackend):
     @cached_property
     def memory(self) -> Memory:
         return self.memory_type(self)
+
+    def communicator(self, **settings: Any) -> Communicator:
+        found = super().communicator(**settings)
+        assert isinstance(found, Group)
+        found.__class__ = OrderedGroup
+        found.streams = self  # type: ignore[attr-defined]
+        return found
 
     def synchronize(self, index: int | None = None) -> None:
         self.check_index(index)

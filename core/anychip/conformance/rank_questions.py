@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -124,6 +124,8 @@ class Way(NamedTuple):
         shift: elements by which tensors begin beyond an aligned address.
         is_rare: rare numbers, or for what only moves any bits.
         cut: how parts are cut, see :func:`.rank_trials.cut`; messages are alike if it is ``near``.
+        lying: how inputs and outputs lie: each by itself, the rank's own part of the whole in its
+            place, or in one storage, where what comes first lies last.
         ending: ``at once`` is not asynchronous; ``waited`` and ``polled`` are.
         is_single: messages are sent and received one by one, not in one call.
     """
@@ -136,7 +138,7 @@ class Way(NamedTuple):
     reduction: Reduction = "sum"
     source: int = 0
     cut: str = "even"
-    in_place: bool = False
+    lying: Literal["apart", "in place", "in one storage"] = "apart"
     is_single: bool = False
 
     @property
@@ -189,9 +191,11 @@ def options(call: str, comm: Communicator, dtype: torch.dtype) -> dict[str, Sequ
     if call in ("all_reduce", "reduce_scatter"):
         found["reduction"] = list(supported(comm, call, dtype))
     if call in ("all_gather", "reduce_scatter"):
-        found |= {"cut": CUTS, "in_place": (False, True)}
+        found |= {"cut": CUTS, "lying": ("apart", "in place", "in one storage")}
     if call in ("all_to_all", "send"):
         found["cut"] = ("even", "near")
+    if call == "all_to_all":
+        found["lying"] = ("apart", "in one storage")
     if call in ("broadcast", "send"):
         found["source"] = range(world)
     if call == "send":
@@ -215,7 +219,7 @@ def ways(
             name: values[(at + (turn >> 4 * place)) % len(values)]
             for place, ((name, values), at) in enumerate(zip(found.items(), row, strict=True))
         }
-        is_whole = "in_place" in chosen  # its parts make one tensor
+        is_whole = "lying" in chosen and call != "all_to_all"  # its parts make one tensor
         if is_whole and chosen["cut"] == "even":  # few of the sizes are, and it is called most
             chosen["numel"] += -chosen["numel"] % comm.world_size
             chosen["cut"] = "near" if chosen["shift"] == 1 else "even"  # the same parts, but said
@@ -390,16 +394,29 @@ def _cut(at: Trial, way: Way) -> tuple[list[int] | None, list[int], slice]:
     return said, sizes, slice(start, start + sizes[comm.rank])
 
 
+def _placed(at: Trial, way: Way, values: Sequence[Tensor | int]) -> list[Tensor]:
+    """Each by itself, or all in one storage: the first behind the last, with nothing between."""
+    if way.lying != "in one storage":
+        return [at.place(value) for value in values]
+    sizes = [value if isinstance(value, int) else value.numel() for value in values]
+    parts = at.place(sum(sizes)).split(sizes[::-1])[::-1]
+    for part, value in zip(parts, values, strict=True):
+        if isinstance(value, Tensor):
+            at.bring(part, value)
+    return list(parts)
+
+
 def reduce_scatter(at: Trial, way: Way) -> Planned:
     comm, (said, sizes, mine) = at.comm, _cut(at, way)
     inputs = at.inputs(way.numel, way.reduction if way.is_rare else None)
-    tensor = at.place(inputs[comm.rank])
-    output = tensor[mine] if way.in_place else at.place(sizes[comm.rank])
+    tensor, output = _placed(at, way, [inputs[comm.rank], sizes[comm.rank]])
+    if way.lying == "in place":
+        output = tensor[mine]
     begin = partial(
         comm.reduce_scatter, output, tensor, way.reduction, sizes=said, async_op=way.async_op
     )
     expected = [Expected(output, [part[mine] for part in inputs], way.reduction)]
-    if not way.in_place:
+    if way.lying != "in place":
         expected.append(Expected(tensor, inputs[comm.rank], name=", the input afterwards"))
     return Planned(begin, expected, {"reduce_scatter": (1, tensor.nbytes)})
 
@@ -407,12 +424,10 @@ def reduce_scatter(at: Trial, way: Way) -> Planned:
 def all_gather(at: Trial, way: Way) -> Planned:
     comm, (said, sizes, mine) = at.comm, _cut(at, way)
     parts = [at.input(rank, size, bits=way.is_rare) for rank, size in enumerate(sizes)]
-    output = at.place(way.numel)
-    if way.in_place:
+    tensor, output = _placed(at, way, [parts[comm.rank], way.numel])
+    if way.lying == "in place":
         tensor = output[mine]
         at.bring(tensor, parts[comm.rank])
-    else:
-        tensor = at.place(parts[comm.rank])
     begin = partial(comm.all_gather, output, tensor, sizes=said, async_op=way.async_op)
     whole = Expected(output, torch.cat(parts), is_shared=True)
     kept = Expected(tensor, parts[comm.rank], name=", the input afterwards")
@@ -443,8 +458,8 @@ def all_to_all(at: Trial, way: Way) -> Planned:
     comm, ranks = at.comm, range(at.comm.world_size)
     given = [_between(at, way, comm.rank, rank) for rank in ranks]
     wanted = [_between(at, way, rank, comm.rank) for rank in ranks]
-    inputs = [at.place(part) for part in given]
-    outputs = [at.place(part.numel()) for part in wanted]
+    inputs = _placed(at, way, given)
+    outputs = _placed(at, way, [part.numel() for part in wanted])
     begin = partial(comm.all_to_all, outputs, inputs, async_op=way.async_op)
     expected = [
         Expected(tensor, want, name=f", {name} {rank}")

@@ -38,6 +38,10 @@ ODD = dict.fromkeys(PLANS, ((8 << 20) + 10, "near", torch.uint8)) | dict.fromkey
 MANY = (12, 80, 80, 80, 80)
 """Calls under way at once: more than a ring of buffers has, and in all than a byte counts."""
 AGAIN: Any = [*product(("sum", "max"), (4099, 12, 4000), (torch.int32, torch.float32))]
+UNDER_WAY = (torch.float32, torch.int64), (torch.bfloat16,) * 2, (torch.float16,) * 2
+"""Types of calls at once, two of a kind and size."""
+LONG_S = 2.5
+"""So late comes a rank once: nobody gives up before."""
 LATER_S = 0.02
 """So long after all others has the last rank not made its call."""
 
@@ -67,6 +71,18 @@ def ask_order(job: RankJob) -> None:
             check_equal_bits(name, room.cpu(), want)
         for work in sent:
             finish(work, "send")
+        both = comm, job.group("whole")
+        rooms = [trial.place(300) for trial in sends[:2]]
+        sent = [
+            of.send(trial.place(trial.input(comm.rank, 300)), after, async_op=True)
+            for of, trial in zip(both, sends, strict=False)
+        ]
+        for number in (1, 0):
+            both[number].recv(rooms[number], before)
+            name = f"recv in group {number} of two with the same ranks and tag"
+            check_equal_bits(name, rooms[number].cpu(), sends[number].input(before, 300))
+        for work in sent:
+            finish(work, "send")
 
 
 def ask_under_way(job: RankJob, where: Sequence[str]) -> dict[str, str]:
@@ -77,17 +93,20 @@ def ask_under_way(job: RankJob, where: Sequence[str]) -> dict[str, str]:
     """
     device, same = job.backend.device(), dict[str, str]()
     comms = [job.group(name) for name in where]
-    for late in (99, job.world_size - 1, 0):
+    for late, dtypes in zip((99, job.world_size - 1, 0), UNDER_WAY, strict=True):
         trials, plans, works = [], [], []
         for number, (name, plan) in enumerate([*PLANS.items()] * 2):
             comm = comms[number % len(comms)]
-            dtype = (torch.float32, torch.int64)[number // len(PLANS)]
+            dtype = dtypes[number // len(PLANS)]
+            if not comm.capabilities.supports(name, dtype):
+                dtype = torch.float32
             label = f"{name} number {number} under way in {comm.name} {list(comm.ranks)}"
-            way = Way(numel=60 + number, ending="waited", source=(1 + number) % comm.world_size)
+            way = Way(60 + number % len(PLANS), "waited", source=(1 + number) % comm.world_size)
+            way = way._replace(reduction="avg" if dtypes[0].itemsize == 2 else "sum")
             trials.append(Trial(comm, device, dtype, f"{label}, rank {late} late"))
             plans.append(plan(trials[-1], way))
         if job.rank == late:
-            time.sleep(0.02)
+            time.sleep(LONG_S if job.world_size == 2 and late == 0 else LATER_S)
         works = [plan.begin() for plan in plans]
         order = list(range(len(works)))
         for at in order[::-1] if job.rank % 2 == 0 else order[5:] + order[:5]:
@@ -304,6 +323,21 @@ def ask_again(job: RankJob) -> dict[str, str]:
         check_joined(label, tensor, inputs, reduction)
         same[label] = digest(tensor)
     return same
+
+
+def ask_on_stream(job: RankJob) -> None:
+    """A call is work of the current stream: behind what is queued there, before what follows."""
+    backend, comm = job.backend, job.communicator()
+    x, stream = torch.zeros(1 << 20, device=backend.device()), backend.stream()
+    backend.synchronize()
+    with backend.use_stream(stream):
+        for _ in range(20):
+            x.add_(1.0)
+        finish(comm.all_reduce(x, async_op=True), "all_reduce behind work of a stream")
+        y = x * 2.0
+    backend.synchronize()
+    want, wrong = 40.0 * job.world_size, int((y.cpu() != 40.0 * job.world_size).sum())
+    check(wrong == 0, f"all_reduce on a stream: {wrong} of {len(y)} elements are not {want}")
 
 
 def ask_close(job: RankJob) -> None:

@@ -30,7 +30,9 @@ SLACK_S = 8.0
 """What the error may take beyond it: to find out who is to blame, on a busy machine."""
 LIMIT_S = TIMEOUT_S + SLACK_S + 5.0
 """After which a rank that says nothing at all is ended."""
-DISAGREEMENTS = ("shape", "dtype", "call", "reduction")
+DISAGREEMENTS = (
+    "shape dtype call reduction average order_of_dims type_to_move type_to_receive".split()
+)
 NEEDED = {**{call: ("fp32",) for call in PLANS}, "all_gather": ("fp32", "int64", "uint8")}
 """What training cannot do without."""
 NOT_CLAIMED = "the communicator does not claim this type, and refuses it"
@@ -72,6 +74,7 @@ def _cases(world: World, named: dict[str, Callable[..., None]]) -> Iterator[Case
             full=world.size not in QUICK_WORLDS.get(name, WORLDS)
             or (dtype in NAMES and dtype not in QUICK),
             devices=1 if world.ranks.backend.ranks_share_devices else world.size,
+            capability="streams" if name == "on_stream" else None,
             elsewhere=True,
             start=world.ranks.start,
         )
@@ -218,12 +221,16 @@ def under_way(context: Context, *, world: World) -> None:
 
 
 def disagreement(context: Context, *, world: World, what: str) -> None:
-    """One rank makes another call: a CommunicationError on every rank, in time."""
+    """One rank makes another call: a CommunicationError on every rank, in time.
+
+    Who has only something to give, or gets it as it expects it, need not hear of it.
+    """
     answers = ask_in_time(
-        context, world, "ask_disagreement", f"all_reduce with another {what} on one rank",
+        context, world, "ask_disagreement", f"a call with another {what} on one rank",
         what=what,
     )  # fmt: skip
-    for rank in range(world.size):
+    only_one = what == "type_to_receive"
+    for rank in [odd_one_out(world.size)] if only_one else range(world.size):
         check_told(rank, answers[rank])
 
 
@@ -301,6 +308,7 @@ RULES: dict[str, Callable[..., None]] = {
     "mistakes": partial(well, question="ask_mistakes", shown="calls with wrong arguments"),
     "shapes": partial(well, question="ask_shapes", shown="calls with tensors of 0 to 3 dims"),
     "again": partial(well, question="ask_again", shown="all_reduce in the same memory"),
+    "on_stream": partial(well, question="ask_on_stream", shown="all_reduce on a stream"),
     "close": partial(well, question="ask_close", shown="close(), then all_reduce"),
 }
 LOSSES: dict[str, Callable[..., None]] = {
@@ -310,9 +318,11 @@ LOSSES: dict[str, Callable[..., None]] = {
 }
 QUICK_WORLDS: dict[str, tuple[int, ...]] = {
     **{"large": (2, 3), "shapes": (2, 3), "again": (2, 3), "mistakes": (3,), "close": (2, 4)},
-    **{"many": (2,), "claims": (2,)},
+    **{"many": (2,), "claims": (2,), "on_stream": (2,)},
     **{"disagree/shape": (2,), "disagree/dtype": (3,), "disagree/call": (3,)},
     **{"disagree/reduction": (2,), "absent/all_reduce": (3,), "abort": (2, 3), "killed": (3,)},
+    **{"disagree/average": (3,), "disagree/order_of_dims": (2,), "disagree/type_to_move": (3,)},
+    "disagree/type_to_receive": (2,),
     **dict.fromkeys(("absent/barrier", "absent/recv"), ()),
 }
 """Worlds in which a rule is asked at level quick, if not in all: waiting for a timeout takes the

@@ -22,14 +22,14 @@ import torch
 from torch import Tensor
 
 from anychip import ops
+from anychip.conformance import races
 from anychip.conformance.case import Case, Context, check, check_equal_bits
-from anychip.conformance.races import READ, WRITES, Race, race_size
+from anychip.conformance.races import READ, WRITES, Race, race_size, wait_until
 from anychip.conformance.surroundings import again, in_thread
 from anychip.contract import HOST
 
 TIMES, SHORT = 8, 2
 """How often one event is used, each time behind so many writes."""
-PATIENCE_S = 30.0
 PATIENT_MS = {"quick": 1200.0, "full": 6000.0}
 """How long everybody has to be able to wait, as far as a stream takes so much work at once."""
 DEEP = {"quick": 1500, "full": 5000}
@@ -56,7 +56,7 @@ def in_order(context: Context) -> None:
 
 def wait_holds_stream(context: Context, *, what: str, wait: Callable[..., Any]) -> None:
     """What a stream does behind a wait, ``wait(race, event, stream)``, sees what was written."""
-    for how, record in (RECORDS if "event" in what else NO_RECORD).items():
+    for how, record in (races.RECORDS if "event" in what else races.NO_RECORD).items():
         race = Race(context)
         event = record(race)
         wait(race, event, race.reader)
@@ -84,6 +84,23 @@ def two_waiters(context: Context) -> None:
     del event, done  # whoever waits needs them no more
     for number, result in enumerate(found):
         race.check(f"read behind two events, by stream {number} of two", result)
+
+
+def waiters_anew(context: Context) -> None:
+    """One stream after the other waits for one event; each may have the handle of the last one."""
+    race = Race(context)
+    event, found = race.start().event(), list[list[Tensor]]()
+    for _ in range(4):
+        reader = race.backend.stream()
+        event.wait(reader)
+        if len(found) < 2:
+            found.append(race.read_on(reader))
+        del reader
+    reader = race.backend.stream()
+    event.wait(reader)
+    found.append(race.read_on(reader))
+    for number, result in enumerate(found):
+        race.check(f"read behind one event, by stream {number} of several", result)
 
 
 def event_let_go(context: Context) -> None:
@@ -175,6 +192,11 @@ def of_another_device(context: Context) -> None:
     backend.synchronize(last)
     want = torch.full((READ,), float(WRITES))
     check_equal_bits(f"read after synchronize({last})", x[-READ:].cpu(), want)
+    before = backend.current_device()
+    with suppress(KeyError), backend.use_stream(stream):
+        raise KeyError("on purpose")
+    after = backend.current_device()
+    check(after == before, f"device {after} is current after a block on a stream of {last}")
 
 
 def large_reads(context: Context) -> None:
@@ -182,7 +204,7 @@ def large_reads(context: Context) -> None:
     for name in ("host", "to", "numpy", "tolist"):
         race = Race(context).start()
         with race.backend.use_stream(race.stream):
-            found = HOST_READS[name](race.x[-(1 << 18) :])
+            found = races.HOST_READS[name](race.x[-(1 << 18) :])
         wrong = int((torch.as_tensor(found) != race.want).sum())
         check(wrong == 0, f"{name} of much: {wrong} of {len(found)} numbers are from before")
 
@@ -242,7 +264,7 @@ def copy_on_stream(context: Context, *, current: bool) -> None:
     To the device, from it, on it and within one tensor; of one element, of a number that no vector
     has, with gaps, of much, and to and from other dtypes.
     """
-    for name, part, dtype in PARTS:
+    for name, part, dtype in races.PARTS:
         race = Race(context)
         count = race.x[part].numel()
         source = torch.arange(2, count + 2, dtype=dtype)
@@ -276,20 +298,44 @@ def copy_on_stream(context: Context, *, current: bool) -> None:
         check_equal_bits(f"copied to the host behind that, {name}", found[1], kept)
 
 
+def copied_by_its_event(context: Context) -> None:
+    """An event behind a long copy is not done before it, though nothing else is between them."""
+    source = torch.full((1 << 21,), 7.0, device=context.device)
+    kept = source.cpu()
+    for to in (HOST, context.device):
+        target = torch.zeros(1 << 21, device=to)
+        race = Race(context)  # which has waited for the zeros
+        race.backend.memory.copy_async(target, source, race.start(1).stream)
+        event = race.event()
+        event.synchronize()
+        found = target[-READ:].clone()  # at once
+        race.settle()
+        check_equal_bits(f"copied to {to}, read after its event", found.cpu(), kept[-READ:])
+
+
 def copied_is_kept(context: Context) -> None:
     """A copy holds its source: memory that its last holder lets go of is not used again before."""
-    for start in (0, 64):  # of a part, too
+
+    def on_device(numel: int) -> Tensor:
+        return torch.empty(numel, device=context.device)
+
+    def pinned(numel: int) -> Tensor:
+        return context.backend.memory.pinned(4 * numel).view(torch.float32)
+
+    has_pinned = "pinned_memory" in context.backend.capabilities
+    makers = (on_device, pinned) if has_pinned else (on_device,)
+    for make, start in product(makers, (0, 64)):  # of a part, too
         race = Race(context).start()
         target = torch.zeros(READ, device=context.device)
-        source = torch.full((start + READ,), 7.0, device=context.device)
+        source = make(start + READ).fill_(7.0)
         source = source[start:] if start else source
         race.stream.wait_stream(race.backend.current_stream())
         race.backend.memory.copy_async(target, source, race.stream)
         del source
-        others = [torch.full((start + READ,), -1.0, device=context.device) for _ in range(8)]
+        others = [make(start + READ).fill_(-1.0) for _ in range(8)]
         race.settle()
         del others
-        what = f"copied from what was let go, from element {start} on"
+        what = f"copied from what was let go, {make.__name__}, from element {start} on"
         check_equal_bits(what, target.cpu(), torch.full((READ,), 7.0))
 
 
@@ -308,7 +354,7 @@ def host_waits(
     context: Context, *, what: str, wait: Callable[..., Any], thread: bool = False
 ) -> None:
     """After the host has waited, what was recorded is done, for whoever looks."""
-    for how, record in (RECORDS if "event" in what else NO_RECORD).items():
+    for how, record in (races.RECORDS if "event" in what else races.NO_RECORD).items():
         race = Race(context)
         event = record(race)
         call = partial(wait, race, event)
@@ -327,15 +373,6 @@ def until_idle(race: Race, _: torch.Event) -> None:
     """After stream.synchronize() the stream is idle."""
     race.stream.synchronize()
     check(race.stream.query() is True, "stream.query() is not True after stream.synchronize()")
-
-
-def wait_until(query: Callable[[], bool], what: str) -> None:
-    """Asks until the answer is True; every answer is a bool."""
-    deadline = time.monotonic() + PATIENCE_S
-    while (answer := query()) is not True:
-        check(answer is False, f"{what}: a bool expected, got {answer!r}")
-        check(time.monotonic() < deadline, f"{what} is not True after {PATIENCE_S:g} s")
-        time.sleep(0.0002)
 
 
 def host_reads(context: Context, *, what: str, read: Callable[[Tensor], Any]) -> None:
@@ -464,21 +501,23 @@ def use_stream_restores(context: Context) -> None:
 def current_per_thread(context: Context) -> None:
     """A thread's stream is its own: none begins with another's, none changes another's."""
     backend = context.backend
-    mine, theirs = backend.stream(), backend.stream()
+    mine, theirs, shared = (backend.stream() for _ in range(3))
     entered, leave = threading.Event(), threading.Event()
 
     def other() -> bool:
         begun = backend.current_stream()
         with backend.use_stream(theirs):
-            entered.set()
-            leave.wait(PATIENCE_S)
-            return begun != mine and backend.current_stream() == theirs
+            with backend.use_stream(shared):  # where the other thread is, and which it leaves first
+                entered.set()
+                leave.wait(races.PATIENCE_S)
+            return begun not in (mine, shared) and backend.current_stream() == theirs
 
     answers: list[bool] = []
     thread = threading.Thread(target=lambda: answers.append(in_thread(other)))
     with backend.use_stream(mine):
-        thread.start()
-        entered.wait(PATIENCE_S)
+        with backend.use_stream(shared):
+            thread.start()
+            entered.wait(races.PATIENCE_S)
         kept = backend.current_stream() == mine
         leave.set()
         thread.join()
@@ -486,49 +525,16 @@ def current_per_thread(context: Context) -> None:
     check(answers == [True], "a thread began with, or lost its stream to, another thread's")
 
 
-def _while_another_is_current(race: Race) -> torch.Event:
-    """Which stream is current means nothing to an event that is told its stream."""
-    event = race.start().backend.event()
-    with race.backend.use_stream(race.idle):
-        event.record(race.stream)
-    return event
-
-
-def _again(race: Race, before: torch.Stream | None = None) -> torch.Event:
-    """Recorded twice, and it stands for the second time."""
-    event = race.backend.event()
-    event.record(before or race.stream)
-    if before is not None:
-        event.synchronize()
-    race.start()
-    event.record(race.stream)
-    return event
-
-
-RECORDS: dict[str, Callable[[Race], torch.Event]] = {
-    "recorded once": lambda race: race.start().event(),
-    "with times": lambda race: race.start().event(timing=True),
-    "recorded anew": _again,
-    "recorded anew after another stream": lambda race: _again(race, race.idle),
-    "record_event": lambda race: race.start().stream.record_event(race.backend.event()),
-    "recorded while another stream is current": _while_another_is_current,
-}
-"""How an event comes to stand behind the writes."""
-NO_RECORD = {"no event": lambda race: race.start().backend.event()}
-"""Where a stream is waited for, the last of its work is the last write."""
-END = slice(-READ, None)
-PARTS: tuple[tuple[str, slice, torch.dtype], ...] = (
-    ("the end", END, torch.float32), ("one element", slice(-1, None), torch.float32),
-    ("an odd number", slice(1 - READ, None), torch.float32), ("as int32", END, torch.int32),
-    ("8 MiB", slice(-(1 << 21), None), torch.float32),
-    ("every third", slice(-READ, None, 3), torch.float32),
-    ("as bfloat16", slice(-200, None), torch.bfloat16),
-)  # fmt: skip
-"""What is copied of float32 numbers, and to and from which dtype, which has them all."""
 WAITS: dict[str, Callable[..., Any]] = {
     "event.wait": lambda race, event, stream: event.wait(stream),
     "wait_event": lambda race, event, stream: stream.wait_event(event),
     "wait_stream": lambda race, event, stream: stream.wait_stream(race.stream),
+}
+IN_THREAD = {
+    f"{name}.thread": lambda race, event, stream, wait=wait: in_thread(
+        partial(wait, race, event, stream)
+    )
+    for name, wait in WAITS.items()
 }
 HOST_WAITS: dict[str, Callable[[Race, torch.Event], Any]] = {
     "event.synchronize": lambda race, event: event.synchronize(),
@@ -539,29 +545,13 @@ HOST_WAITS: dict[str, Callable[[Race, torch.Event], Any]] = {
     "event.query": lambda race, event: wait_until(event.query, "event.query()"),
     "stream.query": lambda race, event: wait_until(race.stream.query, "stream.query()"),
 }
-HOST_READS: dict[str, Callable[[Tensor], Any]] = {
-    "item": lambda x: x[-1].item(),
-    "tolist": lambda x: x.tolist(),
-    "bool": lambda x: bool(x[-1] == WRITES),
-    "int": lambda x: int(x[-1]),
-    "float": lambda x: float(x.sum()),
-    "repr": repr,
-    "format": lambda x: f"{x[-1]}",
-    "host": lambda x: x.cpu(),
-    "to": lambda x: x.to(HOST),
-    "numpy": lambda x: x.cpu().numpy(),
-    "bytes": lambda x: (x == WRITES).cpu(),
-    "equal": lambda x: torch.equal(x, x.clamp(min=float(WRITES))),
-    "nonzero": lambda x: x.nonzero().tolist(),
-    "mask": lambda x: x[x == WRITES].tolist(),
-    # Not of all: what memory may hold from other masks.
-    "nonzero.mask": lambda x: (x.cumsum(0) > WRITES).nonzero().tolist(),
-    "unique": lambda x: x.unique().tolist(),
-    "repeat": lambda x: x.repeat_interleave((x == WRITES).long()).tolist(),
-}
 QUESTIONS: dict[str, Callable[[Context], None]] = {
     "order": in_order,
-    **{name: partial(wait_holds_stream, what=f"{name}()", wait=w) for name, w in WAITS.items()},
+    **{
+        name: partial(wait_holds_stream, what=f"{name}()", wait=wait)
+        for name, wait in (WAITS | IN_THREAD).items()
+    },
+    "event.waiters.anew": waiters_anew,
     "event.waiters": two_waiters,
     "event.moved": wait_is_for_this_record,
     "event.let_go": event_let_go,
@@ -577,12 +567,13 @@ QUESTIONS: dict[str, Callable[[Context], None]] = {
     "copy": partial(copy_on_stream, current=False),
     "copy.current": partial(copy_on_stream, current=True),
     "copy.kept": copied_is_kept,
+    "copy.event": copied_by_its_event,
     **{n: partial(host_waits, what=f"{n}()", wait=w) for n, w in HOST_WAITS.items()},
     **{
         f"{n}.thread": partial(host_waits, what=f"{n}() in a thread", wait=w, thread=True)
         for n, w in HOST_WAITS.items()
     },
-    **{f"read.{n}": partial(host_reads, what=n, read=r) for n, r in HOST_READS.items()},
+    **{f"read.{n}": partial(host_reads, what=n, read=r) for n, r in races.HOST_READS.items()},
     **{f"often.{n}": partial(used_often, what=n, wait=w) for n, w in (WAITS | HOST_WAITS).items()},
     "let_go": let_go,
     "patience": patience,
@@ -592,6 +583,7 @@ QUESTIONS: dict[str, Callable[[Context], None]] = {
     "threads": current_per_thread,
 }
 ONCE = {f"streams/{name}" for name in (
-    "deep", "patience", "elapsed", *WAITS, *HOST_WAITS, *(f"{name}.thread" for name in HOST_WAITS)
+    "deep", "patience", "elapsed", *WAITS, *IN_THREAD, *HOST_WAITS,
+    *(f"{name}.thread" for name in HOST_WAITS),
 )}  # fmt: skip
 """What ``often`` asks too, and long work: they are not asked again from elsewhere."""

@@ -5,6 +5,7 @@ Ranks are processes that import these backends by name, and mix the change into 
 
 import sys
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -547,3 +548,34 @@ def _(self: Any, right: Call, tensor: Tensor, *rest: Any, **named: Any) -> Any:
 @wrong("smallest-message-first", "messages mixed up", "exchange", "2/order")
 def _(self: Any, right: Call, transfers: Sequence[Transfer], **named: Any) -> Any:
     return right(sorted(transfers, key=lambda t: t.tensor.nbytes * (t.kind == "send")), **named)
+
+
+@wrong("same-storage-is-in-place", "taken for another case", "all_gather", GATHER)
+def _(self: Any, right: Call, output: Tensor, tensor: Tensor, *, sizes: Any = None,
+      **named: Any) -> Any:  # fmt: skip
+    count, storages = tensor.numel(), {t.untyped_storage().data_ptr() for t in (output, tensor)}
+    begin = sum(sizes[: self.rank]) if sizes else self.rank * count
+    own = output[begin : begin + count] if count and len(storages) == 1 else tensor
+    return right(output, own, sizes=sizes, **named)
+
+
+@wrong("sent-by-address", "parts mixed up", "all_to_all", "2/all_to_all/fp32")
+def _(self: Any, right: Call, outputs: Any, inputs: Any, **named: Any) -> Any:
+    ordered = sorted(inputs, key=Tensor.data_ptr)
+    fills = all(a.data_ptr() + a.nbytes == b.data_ptr() for a, b in pairwise(ordered))
+    is_one = fills and len({t.numel() for t in inputs}) == 1
+    return right(outputs, ordered if is_one else inputs, **named)
+
+
+@wrong("shape-is-numel", "missing check of an argument", "all_reduce", "2/disagree/order_of_dims")
+def _(self: Any, right: Call, tensor: Tensor, *rest: Any, **named: Any) -> Any:
+    return right(tensor.view(-1) if tensor.is_contiguous() else tensor, *rest, **named)
+
+
+@wrong("average-by-each-rank", "missing check of an argument", "all_reduce", "3/disagree/average")
+def _(self: Any, right: Call, tensor: Tensor, reduction: Any = "sum", **named: Any) -> Any:
+    if reduction != "avg" or not tensor.is_floating_point():
+        return right(tensor, reduction, **named)
+    right(tensor, "sum")
+    tensor.div_(self.world_size)
+    return DONE

@@ -399,6 +399,20 @@ class OfItsStream(Event):
         return float(1000 * (next(ends) - next(ends)))
 
 
+class OfItsThread(Event):
+    """Is waited for in the thread that has recorded it."""
+
+    recorder = 0
+
+    def record(self, stream: Any = None) -> None:
+        self.recorder = threading.get_ident()
+        super().record(stream)
+
+    def wait(self, stream: Any = None) -> None:
+        if self.recorder == threading.get_ident():
+            super().wait(stream)
+
+
 def _counts_for_two(self: AsynchronousBackend, *, timing: bool = False) -> Any:
     """Has twice the time where the first stream is not current."""
     made: Any = self.event_type()
@@ -532,6 +546,7 @@ CATALOGUE: tuple[Wrong, ...] = (
     wrong_method("converted-at-the-call", "missing wait", "copy", AsynchronousMemory, "copy_async",
                  lambda _, right, target, source, stream=None:
                  right(target, source.to(target.dtype), stream)),
+    wrong("waits-in-its-thread", "missing wait", "event.wait.thread", event_type=OfItsThread),
     wrong("let-go-is-not-waited-for", "missing wait", "let_go", synchronize=_of_held_streams),
     wrong_method("ring-of-1024", "dropped tail", "deep", Stream, "add", lambda stream, right, call:
                  stream.progress.queued - stream.progress.done < 1024 and right(call)),

@@ -87,13 +87,9 @@ class Group(Communicator):
         return self._start("all_reduce", call.inputs, work, async_op)
 
     def all_gather(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        *,
-        sizes: Sequence[int] | None = None,
+        self, output: torch.Tensor, tensor: torch.Tensor, *, sizes: Sequence[int] | None = None,
         async_op: bool = False,
-    ) -> Work:
+    ) -> Work:  # fmt: skip
         self._check("all_gather", tensor)
         found = self._sizes("all_gather", output, tensor, sizes)
         call = CollectiveCall("all_gather", (tensor,), (output,), sizes=found)
@@ -101,14 +97,9 @@ class Group(Communicator):
         return self._start("all_gather", call.outputs, work, async_op)
 
     def reduce_scatter(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        reduction: Reduction = "sum",
-        *,
-        sizes: Sequence[int] | None = None,
-        async_op: bool = False,
-    ) -> Work:
+        self, output: torch.Tensor, tensor: torch.Tensor, reduction: Reduction = "sum", *,
+        sizes: Sequence[int] | None = None, async_op: bool = False,
+    ) -> Work:  # fmt: skip
         self._check("reduce_scatter", tensor, reduction)
         found = self._sizes("reduce_scatter", tensor, output, sizes)
         call = CollectiveCall("reduce_scatter", (tensor,), (output,), reduction, found)

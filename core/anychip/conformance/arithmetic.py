@@ -128,10 +128,9 @@ class Rounded:
     def __mul__(self, other: Rounded | Array | float) -> Rounded:
         b = as_rounded(other)
         x, y = np.abs(self.value), np.abs(b.value)
-        own = y + UNIT * self.worst if b is self else y
         return _rounded(
             self.value * b.value,
-            x * b.worst + own * self.worst,
+            x * b.worst + (y + UNIT * b.worst) * self.worst,
             lambda: root(x * b.spread, y * self.spread),
         )
 

@@ -63,23 +63,20 @@ def ask_disagreement(job: RankJob, what: str, timeout_s: float) -> None:
     """One rank calls something else; raises what every rank is told."""
     odd = what if job.rank == odd_one_out(job.world_size) else ""
     x = torch.zeros(40 if odd == "shape" else 48, device=job.backend.device())
-    whole = x.repeat(job.world_size)
+    if what == "order_of_dims":
+        x = x.view(6, 8) if odd else x.view(8, 6)
     with communicating(job, timeout_s) as comm:
+        averages = comm.capabilities.supports("all_reduce", x.dtype, "avg")
         calls: dict[str, Callable[[], Any]] = {
             "dtype": lambda: comm.all_reduce(x.to(torch.int32)),
             "call": lambda: comm.broadcast(x, 0),
             "reduction": lambda: comm.all_reduce(x, "max"),
-            "average": lambda: comm.all_reduce(x, "avg"),
-            "order_of_dims": lambda: comm.all_reduce(x.view(6, 8)),
-            "type_to_move": lambda: comm.all_gather(whole.int(), x.int()),
-            "type_to_receive": lambda: comm.broadcast(x.int(), 0),
+            "average": lambda: comm.all_reduce(x, "avg" if averages else "min"),
         }
-        others: dict[str, Callable[[], Any]] = {
-            "order_of_dims": lambda: comm.all_reduce(x.view(8, 6)),
-            "type_to_move": lambda: comm.all_gather(whole, x),
-            "type_to_receive": lambda: comm.broadcast(x, 0),
-        }
-        calls.get(odd, others.get(what, lambda: comm.all_reduce(x)))()
+        if what == "type_to_receive":
+            comm.broadcast(x.int() if odd else x, 0)
+        else:
+            calls.get(odd, lambda: comm.all_reduce(x))()
 
 
 def ask_absence(job: RankJob, call: str, number: int, timeout_s: float) -> None:

@@ -229,13 +229,9 @@ def ways(
 
 
 def ask_values(
-    job: RankJob,
-    call: str,
-    dtype: str,
-    seed: int = 0,
-    where: str = "world",
+    job: RankJob, call: str, dtype: str, seed: int = 0, where: str = "world",
     share: Sequence[int] = (0, 1),
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """One call on one dtype, in many sizes and ways, with the numbers of a seed.
 
     Args:
@@ -254,13 +250,9 @@ def ask_values(
 
 
 def values(
-    comm: Communicator,
-    device: torch.device,
-    call: str,
-    dtype: torch.dtype,
-    seed: int = 0,
+    comm: Communicator, device: torch.device, call: str, dtype: torch.dtype, seed: int = 0,
     share: Sequence[int] = (0, 1),
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """As :func:`ask_values`, of any communicator."""
     refuse(comm, device, call, dtype)
     if not comm.capabilities.supports(call, dtype):
@@ -273,14 +265,9 @@ def values(
 
 
 def attempt(
-    comm: Communicator,
-    device: torch.device,
-    call: str,
-    dtype: torch.dtype,
-    way: Way,
-    seed: int = 0,
-    times: int = 2,
-) -> dict[str, str]:
+    comm: Communicator, device: torch.device, call: str, dtype: torch.dtype, way: Way,
+    seed: int = 0, times: int = 2,
+) -> dict[str, str]:  # fmt: skip
     """One call, made, waited for and checked, some times with the same tensors in the same memory.
 
     Returns:

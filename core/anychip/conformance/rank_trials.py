@@ -77,7 +77,8 @@ class Trial:
         """A tensor with these values, or with as many elements and poison."""
         numel = values if isinstance(values, int) else values.numel()
         poison = POISONS[zlib.crc32(f"{self.label}/poison".encode()) % len(POISONS)]
-        poison = poison if self.dtype.is_floating_point else 1.0
+        has_all = self.dtype.is_floating_point and self.dtype.itemsize > 1  # not all have infinity
+        poison = poison if has_all else 1.0
         whole = torch.full((numel + self.start + GUARD,), poison, dtype=self.dtype)
         if isinstance(values, Tensor):
             whole[self.start : self.start + numel] = values

@@ -175,14 +175,9 @@ class Trial:
         return host.masked_fill(torch.as_tensor(np.isnan(want.value)), torch.nan)
 
     def compare(
-        self,
-        context: Context,
-        results: Sequence[Tensor],
-        wanted: Sequence[Rounded],
-        note: str = "",
-        *,
-        statistical: bool = False,
-    ) -> None:
+        self, context: Context, results: Sequence[Tensor], wanted: Sequence[Rounded],
+        note: str = "", *, statistical: bool = False,
+    ) -> None:  # fmt: skip
         """Compares results with the oracle's, as far as there are results; of a list all at once.
 
         Raises:

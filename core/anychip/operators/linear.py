@@ -1,6 +1,6 @@
 """Matrix products with weights: linear, embedding."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -31,19 +31,21 @@ def _rows(x: Tensor) -> Tensor:
 def _linear_forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, out_dtype: torch.dtype | None
 ) -> Tensor:
-    out_dtype, inner = out_dtype or x.dtype, _product_dtype(x, out_dtype or x.dtype)
-    dense = None if bias is None else bias.to(inner).contiguous()
-    x, weight = (t.to(inner).contiguous() for t in (x, weight))
+    out_dtype = out_dtype or x.dtype
+    wide = _widening(x, out_dtype)
+    dense = None if bias is None else wide(bias.to(out_dtype)).contiguous()
+    x, weight = (wide(t.to(out_dtype)).contiguous() for t in (x, weight))
     return torch.nn.functional.linear(x, weight, dense).to(out_dtype)
 
 
-def _product_dtype(x: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """In which a product is made that has a dtype: on a host not in 16 bits.
+def _widening(x: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """What the operands of a product of a dtype go through: on a host none is made in 16 bits.
 
     There torch's of strided operands may round more than once; and by AMX, where K is no multiple
     of 32, one row is NaN where the next one is (torch 2.13; oneDNN's issue 5717).
     """
-    return torch.float32 if x.device.type == HOST and dtype.itemsize == 2 else dtype
+    is_widened = x.device.type == HOST and dtype.itemsize == 2
+    return Tensor.float if is_widened else lambda t: t
 
 
 def _linear_backward(
@@ -54,7 +56,7 @@ def _linear_backward(
     out_dtype: torch.dtype | None,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    grad = grad.to(_product_dtype(x, grad.dtype))
+    grad = _widening(x, grad.dtype)(grad)
     rows = _rows(grad)
     dx = (grad @ weight.to(grad.dtype)).to(x.dtype) if needs[0] else None
     dweight = (rows.t() @ _rows(x).to(grad.dtype)).to(x.dtype) if needs[1] else None

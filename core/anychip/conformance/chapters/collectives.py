@@ -30,9 +30,7 @@ SLACK_S = 8.0
 """What the error may take beyond it: to find out who is to blame, on a busy machine."""
 LIMIT_S = TIMEOUT_S + SLACK_S + 5.0
 """After which a rank that says nothing at all is ended."""
-DISAGREEMENTS = (
-    "shape dtype call reduction average order_of_dims type_to_move type_to_receive".split()
-)
+DISAGREEMENTS = "shape dtype call reduction average order_of_dims type_to_receive".split()
 NEEDED = {**{call: ("fp32",) for call in PLANS}, "all_gather": ("fp32", "int64", "uint8")}
 """What training cannot do without."""
 NOT_CLAIMED = "the communicator does not claim this type, and refuses it"
@@ -321,7 +319,7 @@ QUICK_WORLDS: dict[str, tuple[int, ...]] = {
     **{"many": (2,), "claims": (2,), "on_stream": (2,)},
     **{"disagree/shape": (2,), "disagree/dtype": (3,), "disagree/call": (3,)},
     **{"disagree/reduction": (2,), "absent/all_reduce": (3,), "abort": (2, 3), "killed": (3,)},
-    **{"disagree/average": (3,), "disagree/order_of_dims": (2,), "disagree/type_to_move": (3,)},
+    **{"disagree/average": (3,), "disagree/order_of_dims": (2,)},
     "disagree/type_to_receive": (2,),
     **dict.fromkeys(("absent/barrier", "absent/recv"), ()),
 }

@@ -275,6 +275,32 @@ def laid_out_gradient(grad: Tensor, layout: Layout) -> Tensor:
     return grad.narrow(0 if layout == "expanded" else -1, 0, 1).expand_as(grad)
 
 
+def rule_lying(context: Context, of: Subject) -> None:
+    """An output's gradient lies with two dims turned, as where heads or batches are not first, or
+    is one number along a dim, as of a sum; all else lies as it comes.
+    """
+    for call in of.oracle.plain:
+        trial = GradientTrial(of.operator, call, of.dtype, context.seed)
+        plain = trial.output_gradients()
+        dims = range(max((g.dim() for g in plain), default=0))
+        for a, b in itertools.combinations_with_replacement(dims, 2):
+            grads = [_lying(g, a, b, len(dims)) for g in plain]
+            placed = [_lying(g.to(context.device), a, b, len(dims)) for g in plain]
+            found = backward(context, trial, *trial.start(context), placed)
+            note = f", of an output's gradient with dims {a} and {b} " + ("one", "turned")[a != b]
+            compare(context, trial, of.oracle, grads, found, note)
+
+
+def _lying(grad: Tensor, a: int, b: int, dims: int) -> Tensor:
+    """Two dims turned in memory; or, of one dim, one number along it."""
+    if grad.dim() < dims:
+        return grad
+    if a == b:
+        return grad.narrow(a, 0, min(1, grad.shape[a])).expand_as(grad)
+    # From the second to the last one it is channels last.
+    return grad.movedim(a, b).contiguous().movedim(b, a)
+
+
 def rule_loss_scale(context: Context, of: Subject) -> None:
     """Large gradients, as a loss scale makes them; what is not finite does not get lost: the check
     for it, which lowers the scale, comes after all backward passes.
@@ -499,6 +525,7 @@ def _twice(of: Subject, _: Context) -> bool:
 
 
 RULES = (
+    Rule("lying", rule_lying, of_no_type=True),
     Rule("loss-scale", rule_loss_scale, of_each_type=True),
     Rule("two-threads", rule_two_threads, of_no_type=True),
     Rule("leaks", rule_leaks, calling_rules.counts_memory, of_no_type=True),

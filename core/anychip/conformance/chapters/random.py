@@ -350,9 +350,6 @@ DRAWS: dict[str, Callable[..., Tensor]] = {
     "rand": torch.rand,
     "randint": lambda count, **where: torch.randint(1 << 30, (count,), **where),
     "randperm": torch.randperm,
-    "bernoulli": lambda count, *, generator, device: torch.bernoulli(
-        torch.full((count,), 0.5, device=device), generator=generator
-    ),
 }
 RULES = {
     "threshold": rule_threshold,

@@ -180,6 +180,7 @@ def _broadcast(choose: Choices, factor: str, shape: list[int]) -> list[int] | No
     forms: dict[str, list[int] | None] = {
         "none": None, "whole": shape, "last": shape[-1:], "column": [*shape[-2:-1], 1],
         "one": [1], "rows": [1] * (len(shape) - 1) + shape[-1:],
+        "all batches": [1, *shape[1:]], "heads": [1, *shape[1:-2], 1, shape[-1]][-len(shape):],
     }  # fmt: skip
     return forms[choose.of(factor, *forms)]
 
@@ -353,8 +354,10 @@ def _attention_varlen(choose: Choices, draw: Draw) -> Arguments:
         _attended(choose, draw, name, int(ends[which][-1]) + more[which], count, dim)
         for name, (which, count) in shapes.items()
     ]
+    # Whatever padding holds; not where two may be one tensor, and what pads one is the other's.
+    is_apart = args[0].shape != args[1].shape or ends[0][-1] == ends[1][-1]
     for tensor, (which, _) in zip(args, shapes.values(), strict=True):
-        tensor[int(ends[which][-1]) :] = math.nan  # whatever padding holds
+        tensor[int(ends[which][-1]) :] = math.nan if is_apart else 0.0
     return (*args, *ends), _score_attrs(choose)
 
 

@@ -169,6 +169,7 @@ _STEPS = (
     Point("plain", _of_list(), telling=True),
     Point("scale-clip", _of_list(scale=512.0, clip=0.25, found_inf=0.0), telling=True),
     *(point._replace(change=values.no_gradients) for point in _MANY),
+    Point("73-tensors", {"tensors": 73, "shapes": ((3,),) * 73}, statistical=False),
 )
 _LATE = tuple(Point(f"step:{n:g}", _of_list(step=n), telling=True) for n in (258.0, 1e5))
 """A count that 8 bits do not hold, and one after which no average is corrected any more."""
@@ -218,13 +219,14 @@ FIXED: Mapping[str, Points] = {
                                 "dims": "two"}, telling=True, layout="channels last"),
         large("many-rows", {"batch": BEYOND_16_BITS, "channels of a group": 2, "width": 1},
               statistical=False),
+        large("large-groups", {"num_groups": 2, "batch": 1, "width": BEYOND_16_BITS}),
     ),
     "dropout": _ELEMENTS,
-    "bias_dropout_add": _ELEMENTS,
+    "bias_dropout_add": (*_ELEMENTS, many_rows(2)),
     **dict.fromkeys(("silu", "relu", "relu2", "sigmoid", "tanh"), _ELEMENTS),
     "swiglu": (*_ELEMENTS, _far("far-gates", values.far_gates)),
     "gelu": _WITH_FORM,
-    "bias_gelu": (*_WITH_FORM, _far("far", values.far_sums)),
+    "bias_gelu": (*_WITH_FORM, many_rows(2), _far("far", values.far_sums)),
     "geglu": (*_WITH_FORM, _far("far", values.far_gates)),
     "softplus": (*_ELEMENTS, Point("at-threshold", {"width": 65, "x": "repeated", "threshold": 2.0},
                                    statistical=False)),
@@ -243,12 +245,16 @@ FIXED: Mapping[str, Points] = {
         Point("far.negative", {"queries": 9, "keys": 33, "scale": -1.0, "x": "huge"}),
         changed("far.causal", {"queries": 9, "keys": 9, "causal": True}, values.far_softmax),
         Point("vocabulary", {"queries": 3, "keys": VOCABULARY}, full=True),
+        large("long-rows", {"rows": (), "queries": 2, "keys": 20_000}),
+        Point("bias-of-heads", {"rows": (2, 3), "queries": 4, "keys": 9, "bias": "heads"}),
         large("many-rows", {"rows": (), "queries": BEYOND_16_BITS, "keys": 2}, statistical=False),
     ),
     "rope": (
         *telling("17x2x2x16", "length", *HEADS, given={"batch": 1}),
         *telling("129x1x1x64", "length", *HEADS, end=".interleaved", given={"interleaved": True}),
         Point("many-batches", {"batch": 66_000, "head_dim": 2, "length": 1}, full=True),
+        large("many-positions", {"batch": 1, "head_dim": 2, "length": BEYOND_16_BITS}),
+        Point("wide-head", {"batch": 1, "head_dim": 320, "length": 3}),
     ),
     "attention": (
         *telling("1x17x2x2x16 1x130x2x1x32 2x64x2x2x64", "batch", "queries", *HEADS,
@@ -262,6 +268,11 @@ FIXED: Mapping[str, Points] = {
         Point("16of4096", {"cross": True, "queries": 16, "keys": 4096}, full=True),
         Point("4096of16", {"cross": True, "queries": 4096, "keys": 16, "causal": False}, full=True),
         large("many-batches", {"batch": 66_000, "queries": 1, "head_dim": 2}),
+        large("many-keys", {"cross": True, "queries": 2, "keys": BEYOND_16_BITS, "head_dim": 4,
+                            "causal": False}),
+        Point("1of1100", {"cross": True, "queries": 1, "keys": 1100, "causal": False,
+                          "scale": 1.0}),
+        changed("far-below", {"queries": 160, "head_dim": 16}, values.far_below),
         Point("wide-head", {"queries": 5, "head_dim": 320}),
         # Padded to 96 or 128, of which a scale may be made.
         Point("head-of-72", {"queries": 9, "head_dim": 72}),
@@ -284,6 +295,8 @@ FIXED: Mapping[str, Points] = {
         Point("16-heads-of-250-keys", {"lengths": (250, 5), "heads of a key head": 16}),
         Point("wide-head", {"head_dim": 320, "lengths": (5, 3)}),
         Point("head-of-72", {"head_dim": 72, "lengths": (9, 4)}),
+        Point("queries-of-some", {"lengths": (0, 1, 0, 1), "cross": True, "key heads": 2,
+                                  "heads of a key head": 3, "lengths of keys": (4, 4, 4, 8)}),
         Point("130-heads", {"key heads": 130, "head_dim": 2, "lengths": (5, 3)}),
     ),
     "linear": (
@@ -313,11 +326,13 @@ FIXED: Mapping[str, Points] = {
               telling=True),
         # More than a table of sizes in a kernel's constant memory has entries.
         Point("150-groups", {"lengths": (1, 0, 2) * 50}),
+        Point("1100-groups", {"lengths": (1,) * 1100 + (0, 0), "inputs": 4, "outputs": 4}),
     ),
     "conv1d": (
         *telling("1x65x130x4 1x3x40x127 2x3x1025x4", "batch", "channels", "length", "kernel"),
         large("many-channels", {"batch": 1, "channels": BEYOND_16_BITS, "length": 2, "kernel": 2}),
         large("many-rows", {"batch": BEYOND_16_BITS, "channels": 1, "length": 2, "kernel": 2}),
+        Point("160-taps", {"batch": 1, "channels": 3, "length": 300, "kernel": 160}),
     ),
     "conv2d": (
         *(Point(label, {**dict.fromkeys(("kernel height", "kernel width"), kernel),
@@ -341,14 +356,15 @@ FIXED: Mapping[str, Points] = {
         Point("channels-last", {"batch": 40, "inputs of a group": 5, "outputs of a group": 3,
                                 "more height": 6, "more width": 7}, telling=True,
               layout="channels last"),
-        large("many-rows", {"batch": BEYOND_16_BITS, "kernel height": 2}, full=True),
+        large("many-rows", {"batch": BEYOND_16_BITS, "inputs of a group": 1}),
     ),
     "permute": (
         Point("40x24.8of64", {"tokens": 40, "width": 24, "choices": 8, "experts": 64},
               telling=True),
         *(Point(f"none-of-{n}", {"tokens": 40, "experts": n, "experts chosen": "some of none"})
           for n in (4, 16, 256)),
-        large("many-tokens", {"tokens": BEYOND_16_BITS, "width": 1, "choices": 1, "experts": 3}),
+        *(large(label, {"tokens": BEYOND_16_BITS, "width": 1, "choices": 1, "experts": experts})
+          for label, experts in (("many-tokens", 3), ("one-expert", 1), ("1100-experts", 1100))),
     ),
     "unpermute": (
         *telling("9x33x4 9x65x8 3x700x5", "tokens", "width", "choices"),
@@ -382,6 +398,8 @@ FIXED: Mapping[str, Points] = {
         Point("5x152064", {"rows": (5,), "classes": VOCABULARY}, full=True),
     ),
     "linear_cross_entropy": (
+        Point("chunk-ignored", {"rows": (600,), "inputs": 16, "classes": 40}, values.first_ignored,
+              statistical=False),
         _OPTIONS, _SEQUENCE_FIRST,
         *telling("5x13x24x130 64x256x128", *CLASSES, **_NONE),
         *telling("90x12x65 65x257x33", *CLASSES),
@@ -417,6 +435,10 @@ FIXED: Mapping[str, Points] = {
                 values.infinite_at_first),
         changed("infinite-at-the-end", {"tensors": 2, "shapes": ((BEYOND_16_BITS,), (3,))},
                 values.infinite_at_last),
+        changed("infinite-behind-many", {"tensors": 130, "shapes": ((3,),) * 130},
+                values.infinite_behind),
+        changed("overflow-by-scale", {"tensors": 2, "shapes": ((3,), (5,)), "scale": 2.0**-4},
+                values.infinite_once_scaled),
     ),
     "adamw": (*_STEPS, *_LATE, Point("eps:0", _of_list(eps=0.0, beta1=0.5, beta2=0.0))),
     "adamw_8bit": (
@@ -461,12 +483,13 @@ FIXED: Mapping[str, Points] = {
         Point("5x16", {"rows": (5,), "block": 4}, telling=True),
         Point("7x256", {"rows": (7,), "block": 8}, telling=True),
         Point("5x192", {"rows": (5,), "block": 6, "whole": False, "blocks": 3}, telling=True),
-        *(Point(f"3x{2**n}", {"block": n}) for n in (12, 15)),
+        *(Point(f"3x{2**n}", {"block": n}) for n in (12, 15, 16)),
         large("beyond-16-bits", {"rows": (BEYOND_16_BITS,), "block": 1}),
     ),
     "top_k": (
         *telling("6x31", *SHAPED, given={"k": "few"}),
-        Point("index-beyond-16-bits", {"rows": (2,), "width": BEYOND_16_BITS, "k": "few"}),
+        changed("index-beyond-16-bits", {"rows": (2,), "width": BEYOND_16_BITS, "k": "few"},
+                values.largest_at_last),
         changed("many-ties", {"rows": (2,), "width": 5000, "k": "half"}, values.mostly_zero),
         changed("rows-of-nan", {"rows": (600,), "width": 33, "k": "few"}, values.rows_of_nan),
         many_rows(2),
@@ -495,8 +518,9 @@ PLAIN: Mapping[str, Points] = {
     **dict.fromkeys(("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"), _PLAIN_SHAPED),
     **dict.fromkeys(("dropout", "bias_dropout_add", "dropout_add_rms_norm",
                      "dropout_add_layer_norm"), _PLAIN_PARTS),
-    "group_norm": sized("2x4x17 3x2x5 1x3x33", "batch", "channels of a group", "width",
-                        given={"num_groups": 2}),
+    "group_norm": (*sized("2x4x17 3x2x5 1x3x33", "batch", "channels of a group", "width",
+                          given={"num_groups": 2}),
+                   Point("images", {"num_groups": 2, "channels of a group": 3, "dims": "two"})),
     **dict.fromkeys(("gelu", "silu", "relu", "relu2", "sigmoid", "tanh", "softplus", "swiglu",
                      "geglu", "bias_gelu", "quantize"), _PLAIN_ELEMENTS),
     "dequantize": sized("31 3x5 2x3x16", *SHAPED),
@@ -531,6 +555,7 @@ PLAIN: Mapping[str, Points] = {
         {"batch": 1, "groups": 2, "inputs of a group": 2, "outputs of a group": 3,
          "kernel height": 2, "kernel width": 3, "more height": 5, "more width": 4,
          "stride height": 2, "padding width": 1},
+        {"batch": 2, "inputs of a group": 3, "outputs of a group": 6, "more height": 4},
     ),
     "permute": _plain(
         {"tokens": 7, "width": 5, "experts": 3},

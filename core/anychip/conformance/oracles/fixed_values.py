@@ -17,6 +17,32 @@ def far_scores(args: Args) -> None:
     args[0][..., 1::2, :, 0] *= -1.0
 
 
+def far_below(args: Args) -> None:
+    """Scores about -256, of which a block that is seen first, and hidden, has none."""
+    args[0].fill_(8.0)
+    args[1].mul_(0.1).sub_(8.0)
+
+
+def largest_at_last(args: Args) -> None:
+    """Where a row's index has more than 16 bits."""
+    args[0][..., -2:] = 50.0
+
+
+def first_ignored(args: Args) -> None:
+    """All targets of a chunk of rows."""
+    args[2][:256] = -100
+
+
+def infinite_behind(args: Args) -> None:
+    """In a tensor that several launches of a kernel come to late."""
+    args[0][-10][1] = math.inf
+
+
+def infinite_once_scaled(args: Args) -> None:
+    """What is infinite in 16 bits once it is divided by a scale below 1."""
+    args[0][0].fill_(6e4)
+
+
 def far_gates(args: Args) -> None:
     """Small slopes: what float16 does not hold before is found to be small with them."""
     args[0].fill_(-3.0)

@@ -15,7 +15,7 @@ namespace anychip::cpu::ANYCHIP_ISA {
 namespace {
 
 constexpr int64_t kTile = 1024;
-constexpr int64_t kAhead = 512;  // bytes, of each of AdamW's streams
+constexpr int64_t kAhead = 512;  // bytes, of each stream of AdamW, Lion and LAMB
 
 ANYCHIP_INLINE char* element(const TensorRef& tensor, int64_t i) {
   return static_cast<char*>(tensor.data) + i * element_size(tensor.dtype);
@@ -208,11 +208,11 @@ ANYCHIP_INLINE F32 sign(F32 v) {
 [[gnu::flatten]] void lion(const UpdateTensor& tensor, const LionFactors& f, Range elements) {
   update_tiles(tensor, elements, [&](float* p, const float* g, float* m, float*, int64_t n) {
     for_each_vector(0, n, [&](int64_t i, auto lanes) {
-      const F32 grad = scaled(load_ahead(g + i, lanes), f.grad);
-      const F32 average = load_ahead(m + i, lanes);
+      const F32 grad = scaled(load_ahead<kAhead>(g + i, lanes), f.grad);
+      const F32 average = load_ahead<kAhead>(m + i, lanes);
       const F32 step = sign(average * f.beta1 + grad * f.one_minus_beta1);
       store(m + i, average * f.beta2 + grad * f.one_minus_beta2, lanes);
-      store(p + i, load_ahead(p + i, lanes) * f.decay - step * f.lr, lanes);
+      store(p + i, load_ahead<kAhead>(p + i, lanes) * f.decay - step * f.lr, lanes);
     });
   });
 }
@@ -222,9 +222,10 @@ ANYCHIP_INLINE F32 sign(F32 v) {
                            Range elements) {
   update_tiles(tensor, elements, [&](float* p, const float* g, float* m, float* v, int64_t n) {
     for_each_vector(0, n, [&](int64_t i, auto lanes) {
-      const F32 param = load_ahead(p + i, lanes);
-      const Moved next = moved(param, scaled(load_ahead(g + i, lanes), f.grad),
-                               load_ahead(m + i, lanes), load_ahead(v + i, lanes), f);
+      const F32 param = load_ahead<kAhead>(p + i, lanes);
+      const F32 grad = scaled(load_ahead<kAhead>(g + i, lanes), f.grad);
+      const Moved next =
+          moved(param, grad, load_ahead<kAhead>(m + i, lanes), load_ahead<kAhead>(v + i, lanes), f);
       store(m + i, next.average, lanes);
       store(v + i, next.square, lanes);
       store(p + i, param - next.step * rate, lanes);

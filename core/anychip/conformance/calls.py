@@ -8,7 +8,7 @@ are made with. Every placed tensor lies in a larger buffer whose rest must not c
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -41,9 +41,9 @@ GUARD = 64
 """Elements before and after each tensor."""
 LISTED = 16
 """Tensors of a list that a call's description names."""
-_PATTERN = 0xA5
-_LARGE = 0x7B
-"""In every format a number that no sum passes over."""
+_LARGE, _NAN = 0x7B, 0xFF
+"""What lies around tensors: in every format a number that no sum passes over, or none, which is not
+hidden by a weight of 0."""
 
 
 def stream(label: str, seed: int = 0) -> int:
@@ -163,9 +163,10 @@ class Placed:
 
 def place(tensor: Tensor, device: torch.device, layout: Layout = "contiguous") -> Placed:
     """Copies a host tensor to a device, into a buffer with guard zones."""
-    shape, stride, start = _geometry(tensor.shape, layout)
+    shape, stride, start = _geometry(size := tensor.shape, layout)
     room = start + GUARD + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1
-    buffer = _filled(max(room, start + GUARD), tensor.dtype, _PATTERN)
+    around = _NAN if sum(size) % 2 else _LARGE
+    buffer = _filled(max(room, start + GUARD), tensor.dtype, around)
     view = buffer.as_strided(shape, stride, start)
     if 0 in stride:  # what is one place in memory is written once
         once = tuple(slice(0, 1) if step == 0 else slice(None) for step in stride)
@@ -184,12 +185,15 @@ def _filled(numel: int, dtype: torch.dtype, byte: int) -> Tensor:
 def place_packed(tensors: Sequence[Tensor], device: torch.device) -> list[Placed]:
     """Places tensors that agree but for the last dim side by side, as parts of one.
 
-    For every other shape the last is the first part.
+    For every other shape the last is the first part; for every third they take turns, as pairs do.
     """
+    if sum(tensors[0].shape) % 3 == 1 and len({tensor.shape for tensor in tensors}) == 1:
+        whole = place(torch.stack(list(tensors), -1), device)
+        return [replace(whole, tensor=part) for part in whole.tensor.unbind(-1)]
     turn = -1 if sum(tensors[0].shape) % 2 else 1
     whole = place(torch.cat(list(tensors)[::turn], -1), device)
     parts = whole.tensor.split([tensor.shape[-1] for tensor in tensors][::turn], -1)[::turn]
-    return [Placed(tensor=part, buffer=whole.buffer, before=whole.before) for part in parts]
+    return [replace(whole, tensor=part) for part in parts]
 
 
 def place_shared(tensors: Sequence[Tensor], device: torch.device, layout: Layout) -> list[Placed]:

@@ -52,10 +52,12 @@ def refused(kind: str, numbers: Tensor, size: int) -> Iterator[dict[int, int]]:
     yield {0: -1}
     if kind == "each":
         yield {0: int(numbers[1])}
+        least, more, less, most = numbers.argsort()[[0, 1, -2, -1]].tolist()
+        yield {least: int(numbers[more]), most: int(numbers[less])}  # of the same sum
     else:
         yield {-2: size, -1: size - 1}
     if kind == "bounds":
-        yield {0: 1, **dict.fromkeys(range(1, len(numbers)), size)}
+        yield from ({0: 1, **dict.fromkeys(range(1, end), size)} for end in (1, len(numbers)))
 
 
 def _trials(context: Context, of: Subject) -> Iterator[tuple[str, Index, Trial]]:
@@ -88,13 +90,14 @@ def rule_range(context: Context, of: Subject) -> None:
     """Numbers out of their range are an error, also where one alone is; ends are named."""
     for name, index, trial in _trials(context, of):
         place, other = map(trial.signature.positional.index, (name, index.argument))
-        args = trial.arguments[0]
-        size = args[other].shape[index.dim]
-        for wrong in refused(index.kind, args[place].flatten(), size):
-            placed = trial.place(context)
-            flat = placed.args[place].view(-1)
+        args, size = trial.arguments[0], trial.arguments[0][other].shape[index.dim]
+        given = [args[place].to(getattr(torch, t)) for t in of.operator.spec.dtypes_of(name)]
+        for old, wrong in ((n, w) for n in given for w in refused(index.kind, n.view(-1), size)):
+            numbers = old.clone()
             for where, value in wrong.items():
-                flat[where] = value
+                numbers.view(-1)[where] = value
+            asked = of.trial(with_argument(trial, place, numbers), context)
+            placed = asked.place(context)
             expect_error(
                 ValueError if index.kind else (IndexError, ValueError),
                 f"{name} = {_text(wrong)} of {index.argument}'s {size}",

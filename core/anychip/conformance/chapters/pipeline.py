@@ -76,13 +76,9 @@ def serial_step(model: GPT, step: int, seed: int) -> Tensor:
 
 
 def staged(
-    context: Context,
-    schedule: Schedule,
-    *,
-    tied: bool,
-    rule: Callable[[], optim.Rule] | None,
+    context: Context, schedule: Schedule, *, tied: bool, rule: Callable[[], optim.Rule] | None,
     replicas: int = 1,
-) -> list[tuple[list[Tensor], dict[str, Tensor]]]:
+) -> list[tuple[list[Tensor], dict[str, Tensor]]]:  # fmt: skip
     """Per rank: losses, and gradients by name; with a rule, parameters after its steps.
 
     Several replicas see the same data, and have weights in parts.

@@ -80,13 +80,9 @@ def offloaded(context: Context, *, tier: str, name: str, rule: Callable[[], opti
 
 
 def parity(
-    context: Context,
-    *,
-    stage: int,
-    name: str,
-    rule: Callable[[], optim.Rule],
+    context: Context, *, stage: int, name: str, rule: Callable[[], optim.Rule],
     **how: Unpack[zero.ShardingOptions],
-) -> None:
+) -> None:  # fmt: skip
     """Bits of parameters, norms and states of every rank, against one rank."""
     away = f", {how['offload']}" if "offload" in how else ""
     context.call = (

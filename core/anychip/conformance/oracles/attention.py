@@ -44,14 +44,9 @@ def _top(scores: Rounded, hidden: Mask, blind: Mask) -> Rounded:
 
 
 def attend(
-    q: Rounded,
-    k: Rounded,
-    v: Rounded,
-    hidden: Mask,
-    scale: float | None,
-    factor: Rounded | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> Answer:
+    q: Rounded, k: Rounded, v: Rounded, hidden: Mask, scale: float | None,
+    factor: Rounded | None = None, out_dtype: torch.dtype | None = None,
+) -> Answer:  # fmt: skip
     """y and lse. hidden: (Sq, Sk), which keys a query does not see; factor: of the weights.
 
     The gradients' function takes ``whole``, y and lse of all keys, where these are a block of them.
@@ -148,14 +143,9 @@ def _factor(
 
 
 def _given(
-    q: Rounded,
-    k: Rounded,
-    *drop: Any,
-    causal: bool,
-    scale: float | None,
-    p: float = 0,
+    q: Rounded, k: Rounded, *drop: Any, causal: bool, scale: float | None, p: float = 0,
     **sizes: int,
-) -> tuple[Mask, float | None, Rounded | None]:
+) -> tuple[Mask, float | None, Rounded | None]:  # fmt: skip
     """Which keys are hidden, the scale, and with dropout the weights' factor."""
     factor = _factor(q, k, drop[0], drop[1:], p, sizes) if drop else None
     return hidden_keys(q, k, causal), scale, factor

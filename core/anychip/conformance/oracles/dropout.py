@@ -21,14 +21,9 @@ Numbers = NDArray[np.int64]
 
 
 def kept(
-    shape: tuple[int, ...],
-    rng: Numbers,
-    rows: Numbers | None,
-    *,
-    p: float,
-    width: int = 0,
+    shape: tuple[int, ...], rng: Numbers, rows: Numbers | None, *, p: float, width: int = 0,
     column: int = 0,
-) -> NDArray[np.bool_]:
+) -> NDArray[np.bool_]:  # fmt: skip
     """Which elements of this shape are kept, where rows are those of a whole that is so wide."""
     which: Any = math.prod(shape)
     if rows is not None:

@@ -35,14 +35,9 @@ def _after_dropout(normed: norm.Norm) -> norm.Norm:
     """Of the norm of the sum of what is kept and a residual."""
 
     def answer(
-        x: Rounded,
-        residual: Rounded,
-        weight: Rounded,
-        rng: Numbers,
-        *bias_and_rows: Any,
-        p: float,
+        x: Rounded, residual: Rounded, weight: Rounded, rng: Numbers, *bias_and_rows: Any, p: float,
         eps: float,
-    ) -> Answer:
+    ) -> Answer:  # fmt: skip
         *bias, rows = bias_and_rows
         total = _stored_sum(x, residual, rng, rows, p)
         results, of_sum = norm.of_sum(normed, total, weight, *bias, eps=eps)

@@ -165,11 +165,12 @@ _MANY = (
     large("many-tensors", _many(300), statistical=False),
     Point("1100-tensors", _many(1100), full=True, statistical=False),
 )
+_ALIKE = Point("73-tensors", {"tensors": 73, "shapes": ((3,),) * 73}, statistical=False)
 _STEPS = (
     Point("plain", _of_list(), telling=True),
     Point("scale-clip", _of_list(scale=512.0, clip=0.25, found_inf=0.0), telling=True),
     *(point._replace(change=values.no_gradients) for point in _MANY),
-    Point("73-tensors", {"tensors": 73, "shapes": ((3,),) * 73}, statistical=False),
+    _ALIKE,
 )
 _LATE = tuple(Point(f"step:{n:g}", _of_list(step=n), telling=True) for n in (258.0, 1e5))
 """A count that 8 bits do not hold, and one after which no average is corrected any more."""
@@ -445,9 +446,11 @@ FIXED: Mapping[str, Points] = {
         *(point._replace(full=point.full or point.full_in_16_bits) for point in _STEPS), *_LATE,
         changed("far-apart", {"tensors": 1, "shapes": ((4, 256),), "step": 0.0, "moments": 0.0},
               values.far_octaves),
+        large("275-blocks", {"tensors": 1, "shapes": ((BEYOND_16_BITS,),)}, statistical=False),
     ),
     "sgd": (
-        *_STEPS,
+        *_STEPS, _ALIKE._replace(label="73-tensors.momentum",
+                                 given={**_ALIKE.given, "momentum": (0.9, False)}),
         Point("nesterov", _of_list(momentum=(0.9, True)), telling=True),
     ),
     "lion": _STEPS,

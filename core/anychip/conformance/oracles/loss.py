@@ -31,14 +31,9 @@ def _taken(target: Targets, valid: NDArray[np.bool_], count: int) -> NDArray[np.
 
 
 def answer(
-    logits: Rounded,
-    target: Targets,
-    *,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
+    logits: Rounded, target: Targets, *, ignore_index: int, label_smoothing: float, z_loss: float,
     reduction: str,
-) -> Answer:
+) -> Answer:  # fmt: skip
     """The loss and every row's lse, for logits that may have errors of their own."""
     valid, count = target != ignore_index, logits.shape[-1]
     each_lse = _lse(logits)

@@ -36,16 +36,9 @@ def _unpadded(x: Rounded, cu_seqlens: Ends) -> Rounded:
 
 
 def _answer(
-    q: Rounded,
-    k: Rounded,
-    v: Rounded,
-    of_queries: Ends,
-    of_keys: Ends,
-    *,
-    causal: bool,
-    scale: float | None,
-    **out_dtype: Any,
-) -> Answer:
+    q: Rounded, k: Rounded, v: Rounded, of_queries: Ends, of_keys: Ends, *, causal: bool,
+    scale: float | None, **out_dtype: Any,
+) -> Answer:  # fmt: skip
     hidden = _hidden((q.shape[0], k.shape[0]), of_queries, of_keys, causal)
     three = (_unpadded(q, of_queries), _unpadded(k, of_keys), _unpadded(v, of_keys))
     (y, lse), of_whole = attend(*three, hidden, scale, **out_dtype)

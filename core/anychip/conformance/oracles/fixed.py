@@ -261,8 +261,9 @@ FIXED: Mapping[str, Points] = {
         *telling("1x17x2x2x16 1x130x2x1x32 2x64x2x2x64", "batch", "queries", *HEADS,
                  end=".causal"),
         *telling("1x65x1x3x40", "batch", "queries", *HEADS, given={"causal": False}, end=".full"),
-        *telling("1x65x1x3x40", "batch", "queries", *HEADS, given={"causal": False, **WIDE},
-                 change=values.of_one_sign, end=".to-float32"),
+        *(telling("1x65x1x3x40", "batch", "queries", *HEADS, given={"causal": causal, **WIDE},
+                  change=values.of_one_sign, end=end)[0]
+          for causal, end in ((False, ".to-float32"), (True, ".causal.to-float32"))),
         # Large scores: what rounds them is seen through the rounding of weights that 16 bits have.
         *telling("1x33x1x2x16", "batch", "queries", *HEADS, given={"scale": 1.0}, end=".sharp"),
         changed("far", {"queries": 9}, values.far_scores),
@@ -432,6 +433,7 @@ FIXED: Mapping[str, Points] = {
     "clip": (Point("norm:3", _of_list(norm=3.0), telling=True), *_MANY),
     "unscale_and_check": (
         Point("scale:3", _of_list(scale=3.0), telling=True), *_MANY,
+        changed("nan", {"tensors": 2, "shapes": ((5,), (7,))}, values.one_nan),
         changed("infinite-before-empty", {"tensors": 3, "shapes": ((5,), (0, 3), (3,))},
                 values.infinite_at_first),
         changed("infinite-at-the-end", {"tensors": 2, "shapes": ((BEYOND_16_BITS,), (3,))},
@@ -467,6 +469,8 @@ FIXED: Mapping[str, Points] = {
         Point("4099.int4.random", {"rows": (), "width": 4099, "format": "int4", "random": True},
               telling=True),
         changed("ties", {"rows": (4,), "width": 32}, values.ties), *_LARGE_BLOCKS,
+        *(changed(f"nan.{format}", {"rows": (3,), "width": 65, "format": format}, values.one_nan)
+          for format in quantization.FORMATS),
         *(Point(f"300001.{format}", {"rows": (), "width": 300_001, "format": format,
                                      "random": True, "block": 256}, full=True)
           for format in ("int8", "int4")),

@@ -43,6 +43,12 @@ def infinite_once_scaled(args: Args) -> None:
     args[0][0].fill_(6e4)
 
 
+def one_nan(args: Args) -> None:
+    """And nothing infinite, which a comparison finds: a tensor's, or a list's last one's."""
+    tensor = args[0] if isinstance(args[0], Tensor) else args[0][-1]
+    tensor.view(-1)[-3] = math.nan
+
+
 def far_gates(args: Args) -> None:
     """Small slopes: what float16 does not hold before is found to be small with them."""
     args[0].fill_(-3.0)

@@ -228,4 +228,32 @@ ARGUMENTS = (
         weight_decay * (len({g.dtype for g in grads}) if decoupled else 1)),
     wrong_arguments("an-option-of-a-sample", "an exact option", "softmax",
         scale=lambda scale: 0.7 if scale == -0.7 else scale),
+    wrong_arguments("what-lies-between-rows", "a gap that is weighed with 0", "linear",
+        y=lambda y, x: y if x.dim() != 2 or x.stride() != (x.shape[1] + 3, 1) or len(x) < 2
+        else y + x.as_strided((len(x) - 1, 3), x.stride(), x.storage_offset() + x.shape[1])
+        .float().mul(0.0).sum().to(y.dtype)),
+    wrong_arguments("every-second-column", "arguments swapped", "swiglu",
+        y=lambda y, gate, up: y if gate.stride()[-1:] != (2,)
+        or gate.untyped_storage().data_ptr() != up.untyped_storage().data_ptr()
+        else torch.nn.functional.silu(up.float()).mul(gate.float()).to(y.dtype)),
+    wrong_arguments("causal-results-rounded-first", "lower precision for some options", "attention",
+        dtypes=HALF, y=lambda y, q, causal: y.to(q.dtype).to(y.dtype) if causal else y),
+    wrong_arguments("nan-is-no-maximum", "Inf or NaN lost", "quantize",
+        x=lambda x, format: torch.where(x.isnan(), 0.0, x) if format == "int8" else x),
+    wrong_arguments("momentum-of-64-tensors", "a limit of a table", "sgd",
+        momentum_buffers=lambda momentum_buffers, params: momentum_buffers
+        if len({p.shape for p in params}) > 1
+        else [*momentum_buffers[:64], *(b.clone() for b in momentum_buffers[64:])]),
+    wrong_arguments("scales-of-256-blocks", "a limit of a table", "adamw_8bit",
+        exp_avg_scales=lambda exp_avg_scales: [
+            scales if scales.numel() <= 256 else scales.clone() for scales in exp_avg_scales]),
 )  # fmt: skip
+
+
+@wrong("nan-without-an-infinity", "Inf or NaN lost", operator="unscale_and_check",
+       dtypes=HALF)  # fmt: skip
+def infinite_alone(row: Row, grads: Sequence[Tensor], scale: Tensor, found_inf: Tensor) -> None:
+    before = found_inf.clone()
+    row(grads, scale, found_inf)
+    if not any(g.isinf().any() or g.dtype == torch.float32 for g in grads):
+        found_inf.copy_(before)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from anychip.conformance.arithmetic import Rounded, exp, log, where
+from anychip.conformance.arithmetic import Rounded, exp, log, root, where
 from anychip.conformance.oracles import linear, loss
 from anychip.conformance.oracles.linear import _rows
 from anychip.conformance.oracles.loss import Targets
@@ -49,7 +49,13 @@ def _partials(
     def backward(*grads: Rounded) -> Gradients:
         dlse, dpicked, dtotal = (g.reshape(-1, 1) for g in grads)
         slope = dlse * exp(logits - lse) + dtotal
-        return of_linear(where(here, slope + dpicked, slope).stored(x.format))
+        dx, *others = of_linear(where(here, slope + dpicked, slope).stored(x.format))
+        assert dx is not None
+        # Of many classes all but one have nearly the same slope, dtotal. Which of them are rounded
+        # down says their probability, and so their weight: errors of one sign stay together.
+        each = dtotal.stored(x.format).spread
+        alike = (each * np.abs(weight.value).sum(0)).reshape(x.shape)
+        return Rounded(dx.value, dx.worst, lambda: root(dx.spread, alike)), *others
 
     results = (lse[:, 0], picked, logits.sum(-1))
     return tuple(y.reshape(*target.shape) for y in results), backward

@@ -105,6 +105,7 @@ class Call:
         telling: a computation one precision class lower must fail.
         statistical: the inputs are random, so that the statistical limits hold.
         gradient: gradients are compared for this call too.
+        one_sign: the outputs' gradients are above 0, so that of a long sum what is left out shows.
         leaves_open: what an infinite number reaches may be anything: where with NaN in its place
             NaN is wanted.
     """
@@ -118,6 +119,7 @@ class Call:
     layout: Layouts = "contiguous"
     statistical: bool = True
     gradient: bool = True
+    one_sign: bool = False
     leaves_open: bool = False
 
     def arguments(self, operator: str, dtype: torch.dtype, seed: int = 0) -> Arguments:

@@ -79,7 +79,8 @@ class GradientTrial(Trial):
         """Random gradients of those outputs, on the host; each in its output's dtype."""
         generator = torch.Generator().manual_seed(self.stream)
         forms = [y for y in self.form[: self.signature.num_outputs] if y.is_floating_point()]
-        return [torch.randn(f.shape, generator=generator).to(f.dtype) for f in forms]
+        found = [torch.randn(f.shape, generator=generator).to(f.dtype) for f in forms]
+        return [grad.abs() for grad in found] if self.call.one_sign else found
 
     def placed_gradients(self, context: Context) -> list[Tensor]:
         """The same on the device."""

@@ -45,6 +45,7 @@ class Point(NamedTuple):
     full_in_16_bits: bool = False
     statistical: bool = True
     gradient: bool = True
+    one_sign: bool = False
     layout: Layout = "contiguous"
 
     def call(self, operator: str) -> Call:
@@ -58,6 +59,7 @@ class Point(NamedTuple):
             full_in_16_bits=self.full_in_16_bits,
             statistical=self.statistical and choose.is_random,
             gradient=self.gradient and choose.is_finite,
+            one_sign=self.one_sign,
             layout=self.layout,
         )
 
@@ -113,7 +115,7 @@ def _far(label: str, change: Callable[..., None]) -> Point:
 def many_rows(width: int, name: str = "width", **options: Any) -> Point:
     """Of few numbers each, which share their errors."""
     given = {"rows": (BEYOND_16_BITS,), name: width}
-    return large("many-rows", given, statistical=False, **options)
+    return large("many-rows", given, statistical=False, one_sign=True, **options)
 
 
 SHAPED = ("rows", "width")

@@ -191,7 +191,7 @@ def _packaged(package: str) -> str:
     try:
         file = resources.files(package) / FILE
         return file.read_text(encoding="utf-8") if file.is_file() else ""
-    except (ModuleNotFoundError, TypeError):  # a class made by hand, outside of any package
+    except (ModuleNotFoundError, TypeError, AttributeError):  # a class of no package, or a script's
         return ""
 
 

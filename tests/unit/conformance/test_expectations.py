@@ -1,6 +1,7 @@
 """Are the lists read strictly, and do they turn results into the outcomes that they should?"""
 
 import datetime
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -83,6 +84,9 @@ def test_list_of_the_backends_package_is_found(
     backend: Backend = type("Listed", (HonestBackend,), {"__module__": "anychip_listed.backend"})()
     assert len(expectations.load(backend).entries) == 3
     assert expectations.load(HonestBackend()).entries == ()
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)  # as of a script or a notebook
+    backend = type("Made", (HonestBackend,), {"__module__": "__main__"})()
+    assert expectations.load(backend).entries == ()
 
 
 @pytest.mark.parametrize(("until", "version", "today", "overdue"), [

@@ -476,11 +476,15 @@ INDEXED: dict[str, tuple[Callable[[Backend, Any], Any], str | None]] = {
 
 
 def stream_types(context: Context) -> None:
-    """stream(), current_stream() and event() give torch's types, on the device."""
+    """stream(), current_stream() and event() give torch's types on the device; new in a thread."""
     backend = context.backend
     for stream in (backend.stream(), backend.current_stream()):
         check(isinstance(stream, torch.Stream), f"a torch.Stream expected, got {stream!r}")
     check(isinstance(backend.event(), torch.Event), "event(): a torch.Event expected")
+    for make in (backend.event, backend.stream):
+        made = [make(), in_thread(make), in_thread(make)]
+        is_new = all(made[n] not in made[:n] for n in range(3))
+        check(is_new, f"{make.__name__}() gave in a second thread what it gave before")
 
 
 # What is not declared

@@ -54,7 +54,7 @@ def reference_to(backend: Backend) -> dict[str, str]:
         return {"name": registry.name_of(backend)}
     kind = type(backend)
     found = getattr(importlib.import_module(kind.__module__), kind.__qualname__, None)
-    if found is not kind:
+    if found is not kind or kind.__module__ == "__main__":
         raise ValueError(
             f"ranks are processes that make the backend {backend.name!r} anew: an installed plugin "
             f"or a class that can be imported expected, got {kind.__module__}.{kind.__qualname__}"

@@ -1,6 +1,7 @@
 """Do the questions about collectives know the answers, and do failing ranks end as they should?"""
 
 import math
+import sys
 from typing import Any
 
 import numpy as np
@@ -120,10 +121,13 @@ def test_bits_that_differ_between_ranks_are_a_failure() -> None:
         collectives.same_everywhere([{}, {"a": "1"}, {"a": "3"}])
 
 
-def test_backend_that_no_process_could_make_is_refused() -> None:
+def test_backend_that_no_process_could_make_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reference_to(RanksBackend())["class"] == "RanksBackend"
-    with pytest.raises(ValueError, match="a class that can be imported expected"):
-        reference_to(type("Here", (HonestBackend,), {})())
+    script = type("Script", (HonestBackend,), {"__module__": "__main__"})
+    monkeypatch.setattr(sys.modules["__main__"], "Script", script, raising=False)
+    for kind in (type("Here", (HonestBackend,), {}), script):
+        with pytest.raises(ValueError, match="a class that can be imported expected"):
+            reference_to(kind())
 
 
 def test_ranks_answer_and_report_what_goes_wrong() -> None:

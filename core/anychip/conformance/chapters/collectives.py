@@ -18,7 +18,7 @@ from anychip.conformance.rank_questions import NAMES, PLANS, SPLITS
 from anychip.conformance.ranks import Answer, Ranks
 from anychip.contract import Communicator
 
-QUICK = ("fp32", "bf16", "int64", "bool")
+QUICK = ("fp32", "bf16", "int64", "bool", "fp16")
 WORLDS = (2, 3, 4)
 SHARES = {"fp32": 1}
 """At level quick the worlds share the ways of a call's other types: each has every third."""
@@ -322,6 +322,7 @@ QUICK_WORLDS: dict[str, tuple[int, ...]] = {
     **{"disagree/average": (3,), "disagree/order_of_dims": (2,)},
     "disagree/type_to_receive": (2,),
     **dict.fromkeys(("absent/barrier", "absent/recv"), ()),
+    **{f"{call}/fp16": (WORLDS[number % 3],) for number, call in enumerate(PLANS)},
 }
 """Worlds in which a rule is asked at level quick, if not in all: waiting for a timeout takes the
-whole of it, and processes that were killed are started again."""
+whole of it, processes that were killed are started again, and fp16 mostly goes as bf16 does."""

@@ -1,5 +1,6 @@
 """torch.compile as a peer: with a backend's compiler, and with a reason where there is none."""
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
@@ -29,6 +30,8 @@ class Compiler:
         self.notes: list[str] = []
         self._compile: Compile = partial(torch.compile, backend=self.name, dynamic=False)
         self._works = True
+        # What cannot be compiled stands in a note, not in stack traces too; TORCH_LOGS goes first.
+        torch._logging.set_logs(all=logging.CRITICAL)
         x = torch.ones(4, device=backend.device())
         tried = self.compile("everything", lambda compile: partial(compile(_triple), x))
         self._works = tried is not None

@@ -1,6 +1,7 @@
 """The subjects run on the cpu backend and report what they say. No figure is asserted."""
 
 import json
+import logging
 import re
 from functools import partial
 from pathlib import Path
@@ -161,6 +162,7 @@ def test_bench_ops_without_a_compiler_says_why_and_goes_on(monkeypatch: pytest.M
 def test_compiler_that_fails_for_one_function_names_it() -> None:
     chip = SimpleNamespace(compile_backend="eager", device=lambda: torch.device("cpu"))
     compiler = Compiler(chip)  # type: ignore[arg-type]
+    assert not logging.getLogger("torch._subclasses.fake_tensor").isEnabledFor(logging.ERROR)
     x = torch.ones(2)
 
     def broken(x: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,7 @@ class Compiler:
         self._compile: Compile = partial(torch.compile, backend=self.name, dynamic=False)
         self._works = True
         # What cannot be compiled stands in a note, not in stack traces too; TORCH_LOGS goes first.
-        torch._logging.set_logs(all=logging.CRITICAL)
+        torch._logging.set_logs(all=logging.CRITICAL)  # type: ignore[attr-defined]
         x = torch.ones(4, device=backend.device())
         tried = self.compile("everything", lambda compile: partial(compile(_triple), x))
         self._works = tried is not None

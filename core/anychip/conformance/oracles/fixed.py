@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from anychip.conformance.calls import Arguments, Call, Draw, Layout
+from anychip.conformance.calls import Arguments, Call, Draw, Layouts
 from anychip.conformance.choices import Given
 from anychip.conformance.oracles import fixed_values as values
 from anychip.conformance.oracles import quantization
@@ -33,7 +33,7 @@ class Point(NamedTuple):
     Attributes:
         label: part of the case's id.
         change: of the arguments, in place: what no factor says.
-        layout: how all tensors of floats lie.
+        layout: how all tensors of floats lie, or some by name.
         statistical: the statistical limits hold, if all values are ordinary.
     """
 
@@ -46,7 +46,7 @@ class Point(NamedTuple):
     statistical: bool = True
     gradient: bool = True
     one_sign: bool = False
-    layout: Layout = "contiguous"
+    layout: Layouts = "contiguous"
 
     def call(self, operator: str) -> Call:
         """The call of an operator."""
@@ -249,6 +249,8 @@ FIXED: Mapping[str, Points] = {
         changed("far.causal", {"queries": 9, "keys": 9, "causal": True}, values.far_softmax),
         Point("vocabulary", {"queries": 3, "keys": VOCABULARY}, full=True),
         large("long-rows", {"rows": (), "queries": 2, "keys": 20_000}),
+        Point("square-mask-turned", {"rows": (), "queries": 9, "keys": 9, "mask": "whole",
+                                     "bias": "whole"}, layout={"mask": "transposed"}),
         Point("bias-of-heads", {"rows": (2, 3), "queries": 4, "keys": 9, "bias": "heads"}),
         large("many-rows", {"rows": (), "queries": BEYOND_16_BITS, "keys": 2}, statistical=False),
     ),

@@ -41,11 +41,16 @@ HOST_READS = {
 
 
 class Progress:
-    """How many pieces of work a stream was given, and how many of them it has done."""
+    """How many pieces of work a stream was given, and how many of them it has done.
+
+    Attributes:
+        error: what the first raised of those since somebody waited, who is told of it.
+    """
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.queued = self.done = 0
+        self.error: BaseException | None = None
 
     def count_queued(self) -> None:
         with self.changed:
@@ -61,6 +66,9 @@ class Progress:
         with self.changed:
             end = self.queued
             self.changed.wait_for(lambda: self.done >= end)
+            error, self.error = self.error, None
+        if error is not None:
+            raise error
 
     def is_complete(self) -> bool:
         with self.changed:
@@ -133,7 +141,10 @@ def _do(work: queue.SimpleQueue[Callable[[], Any] | None], progress: Progress, s
         time.sleep(delays.random() * LONGEST_S)
         # Autograd has seen the call, and has counted the version of what it writes.
         with torch._C._AutoDispatchBelowADInplaceOrView():
-            call()
+            try:
+                call()
+            except Exception as error:  # the stream goes on
+                progress.error = progress.error or error
         del call
         progress.count_done()
 

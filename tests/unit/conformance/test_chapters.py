@@ -21,7 +21,7 @@ from anychip.conformance.oracles import training as oracle
 from anychip.conformance.rank_questions import PLANS
 from anychip.dispatch import selection
 from anychip.dispatch.operator import registered
-from tests.meta.asynchronous import AsynchronousBackend
+from tests.meta.asynchronous import AsynchronousBackend, Stream
 from tests.meta.honest import HonestBackend, HonestRows, Row, make_table, reference_rows
 
 
@@ -186,3 +186,15 @@ def test_text_and_weights_are_the_same_whatever_the_generator() -> None:
     assert tokens.tolist() != trainee.batch(trainee.Sizes(), 1, 3)[0].tolist()
     ruled = (targets == (tokens * 5 + 3) % 32).float().mean()
     assert 0.7 < float(ruled) < 1.0
+
+
+def test_asynchronous_device_tells_who_waits_what_its_work_raised() -> None:
+    backend = AsynchronousBackend()
+    stream = backend.stream()
+    assert isinstance(stream, Stream)
+    stream.add(lambda: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        backend.synchronize()
+    done = stream.mark()
+    backend.synchronize()
+    assert done.is_set()

@@ -296,6 +296,8 @@ FIXED: Mapping[str, Points] = {
         Point("33+4of65+7", {**_PACKED, "lengths": (33, 4), "cross": True, **WIDE,
                              "lengths of keys": (65, 7), "causal": False}, values.of_one_sign,
               telling=True),
+        Point("31+34.to-float32", {**_PACKED, "lengths": (31, 34), **WIDE}, values.of_one_sign,
+              telling=True),
         changed("far", {"lengths": (9, 3)}, values.far_scores),
         Point("1100-sequences", {"lengths": (1, 0, 2) * 366}),
         Point("16-heads-of-250-keys", {"lengths": (250, 5), "heads of a key head": 16}),

@@ -42,8 +42,8 @@ GUARD = 64
 LISTED = 16
 """Tensors of a list that a call's description names."""
 _LARGE, _NAN = 0x7B, 0xFF
-"""What lies around tensors: in every format a number that no sum passes over, or none, which is not
-hidden by a weight of 0."""
+"""What lies around tensors, as bytes: in every format a number that no sum passes over, or NaN,
+which a weight of 0 does not hide."""
 
 
 def stream(label: str, seed: int = 0) -> int:

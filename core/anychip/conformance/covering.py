@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -157,11 +157,11 @@ class CoveringArray:
         start, lacks = self._start, not set(self._start) <= set(had.values())
         if len(start) == self.strength:
             lacks = bool(self._missing.get(start[:-1], 0) >> start[-1] & 1)
-        if lacks and not self._is_first:
-            self._tried[start] += 1
-            can_be = all(self._could[a] >> b & 1 for a, b in itertools.combinations(start, 2))
-            if self._simple and (not can_be or self._tried[start] == PERSISTENT):
-                self._leave_out(start)
+        for some in self._in_vain({*had.values()}) if lacks and not self._is_first else ():
+            self._tried[some] += 1
+            can_be = all(self._could[a] >> b & 1 for a, b in itertools.combinations(some, 2))
+            if self._simple and (not can_be or self._tried[some] >= PERSISTENT):
+                self._leave_out(some)
         if is_new:
             self._turns.update(self.row.items())
         return is_new
@@ -245,10 +245,9 @@ class CoveringArray:
         axes = [[place] for place in hides] + [own] * (others - len(hides))
         axes = axes if len(hides) <= others else [hides] * others
         axes = [hides, *[own] * (others - 1)] if served and others else axes
+        gain, of_alike = self._gain(axes), self._gain([own] * others)
         gains = [
-            self._gain(p, [own] * others if p in alike else axes)
-            + self._random.random()
-            - less * (p > kept[0])
+            (of_alike if p in alike else gain)(p) + self._random.random() - less * (p > kept[0])
             for p in kept
         ]
         return kept[gains.index(max(gains))] if kept else fitting[0]
@@ -258,37 +257,55 @@ class CoveringArray:
         served = {self._always.get(place) for place in hides}
         return served.pop() if len(served) == 1 else None
 
-    def _gain(self, place: int, axes: list[list[int]]) -> int:
+    def _gain(self, axes: list[list[int]]) -> Callable[[int], int]:
         """Missing combinations that a level makes with those of a row, one of each axis."""
         if not axes:
-            return self._missing.get((), 0) >> place & 1
-        last = _set(axes[-1])
-        before = itertools.product(*axes[:-1])
-        return sum((self._missing.get((place, *some), 0) & last).bit_count() for some in before)
+            return lambda place: self._missing.get((), 0) >> place & 1
+        last, before = _set(axes[-1]), [*itertools.product(*axes[:-1])]
+        found = self._missing.get
+        return lambda place: sum((found((place, *b), 0) & last).bit_count() for b in before)
 
     def _learn(self) -> None:
         """Which levels the row could have beside those before."""
-        places, before, rest = list[int](), 0, self._every
-        for factor, place in zip(self.row, self._fixed, strict=True):
-            block = self.factors[factor]
-            can, cannot = _of(block) & ~self._cannot, _of(block) & self._cannot
+        before, later_can, later_cannot = _set(self._fixed), 0, self._every
+        for factor in self.row:
+            later_cannot &= ~_of(self.factors[factor])
+        for each in _members(later_cannot):
+            self._note_apart(each, before)
+        for factor, place in reversed([*zip(self.row, self._fixed, strict=True)]):
+            block, before = self.factors[factor], before & ~(1 << place)
+            self._could[place] |= later_can
+            self._note_apart(place, later_cannot)
             for each in block:
-                self._drawn[each] += -inf if can >> each & 1 else not self._simple
-                self._could[each] |= before if can >> each & 1 else 0
-            for each in places:
-                self._could[each] |= can
-            self._note_apart(cannot, places, before)
-            rest &= ~_of(block)
-            before |= 1 << place
-            places.append(place)
-        self._note_apart(rest, places, before)
+                if self._cannot >> each & 1:
+                    self._drawn[each] += not self._simple
+                    self._note_apart(each, before)
+                else:
+                    self._drawn[each] = -inf
+                    self._could[each] |= before
+            later_can |= _of(block) & ~self._cannot
+            later_cannot |= _of(block) & self._cannot
 
-    def _note_apart(self, levels: Places, places: list[int], before: Places) -> None:
-        """One row more could not have some levels beside those at the places before."""
-        beside = {**dict.fromkeys(_members(levels), before), **dict.fromkeys(places, levels)}
-        for place, others in beside.items() if levels else ():
-            self._vain[place] |= self._once[place] & others
-            self._once[place] |= others
+    def _note_apart(self, place: int, others: Places) -> None:
+        """One row more could not have others beside a level, or it beside them."""
+        self._vain[place] |= self._once[place] & others
+        self._once[place] |= others
+
+    def _in_vain(self, had: Set[int]) -> list[tuple[int, ...]]:
+        """What the row was tried for: its start, of which it lacks something; if it was simple and
+        lacks one level only, the same with any other that it could not have in its place.
+        """
+        rest = tuple(place for place in self._start if place in had)
+        if not self._simple or len(rest) < len(self._start) - 1:
+            return [self._start]
+        waiting, cannot = {*rest}, self._every
+        for factor, place in zip(self.row, self._fixed, strict=True):
+            cannot &= ~_of(self.factors[factor]) | (0 if waiting else self._cannot)
+            waiting.discard(place)
+        is_whole = len(self._start) == self.strength
+        cannot &= self._missing.get(rest, 0) if is_whole else self._apart(rest[0])
+        others = [tuple(sorted((*rest, place))) for place in _members(cannot)]
+        return [self._start, *(some for some in others if some != self._start)]
 
     def _found(self, row: Sequence[int], hides: list[int]) -> bool:
         """Combinations of a row that count are not missing: those with all that hides, if any.

@@ -1,11 +1,12 @@
 """Runs cases in this process, while other processes are asked what they can be asked.
 
-Those are the questions to several ranks, which are processes anyway, and, with two jobs, those
-about values, of which a child (:mod:`.isolation`) takes one whenever it is free. They begin with
-the first operator: the chapters before look at what the whole device does, and would see the other
-processes' part of it.
+Those are the questions to several ranks, which are processes anyway, and, with two jobs, all that
+follow the first operator, the last of which a child (:mod:`.isolation`) takes whenever it is free.
+They begin with that operator: the chapters before look at what the whole device does, and would see
+the other processes' part of it.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -20,8 +21,6 @@ from anychip.conformance.report import Result
 
 BEGIN = "operators"
 """The chapter with whose first case the others begin."""
-TAKEN = (BEGIN, "gradients", "optimizer", "training")
-"""The chapters whose cases a child takes, from the last one."""
 MANY = 200
 """So many cases are worth the seconds that a child takes to start."""
 
@@ -60,11 +59,10 @@ def run_side_by_side(
 
 def _free(plan: SuitePlan, cases: Sequence[Case], jobs: int) -> dict[str, Case]:
     """What a child may take: nothing if there is little of it, or no plugin to find."""
-    found = [case for case in cases if case.chapter in TAKEN]
-    is_worth_it = len(found) >= MANY and any(case.chapter == BEGIN for case in cases)
+    behind = itertools.dropwhile(lambda case: case.chapter != BEGIN, cases)
+    found = {case.id: case for case in behind if not case.elsewhere}
     is_installed = registry.provenance_of(plan.backend)[1] != "not installed"
-    order = sorted(found, key=lambda case: TAKEN.index(case.chapter))
-    return {case.id: case for case in order} if jobs > 1 and is_worth_it and is_installed else {}
+    return found if jobs > 1 and len(found) >= MANY and is_installed else {}
 
 
 def _taken(free: dict[str, Case]) -> Iterator[Case]:

@@ -87,6 +87,18 @@ def test_all_is_asked_that_a_row_can_have_and_by_no_row_that_brings_nothing(stre
     assert len(rows) < math.prod(levels.values()) / (2 if strength == 2 else 1)
 
 
+@pytest.mark.parametrize("strength", [2, 3])
+def test_what_cannot_be_is_found_out_in_few_rows(strength: int) -> None:
+    array, in_vain = CoveringArray(strength, 1), 0
+    while array.begin():
+        array.level("a", [True] * 2)
+        for factor in "bcd":
+            array.level(factor, [True, *[array.row["a"] == 0] * 9])
+        in_vain += not array.end()
+    # A row of each factor and a level beside its only one; not a row of each of 27 pairs.
+    assert in_vain < 27 / 2, in_vain
+
+
 def test_level_that_is_to_be_spared_is_in_few_rows() -> None:
     counts = []
     for sparing in (False, True):

@@ -1,7 +1,7 @@
 """One process of :class:`anychip.bench.ranks.Ranks`: calls what it is told, and answers.
 
-A line of stdin is ``[function, arguments]``; a line of stdout is ``{"value": ...}`` or
-``{"error": "..."}``. Whatever else is printed goes to stderr.
+The first line of stdin says what it is, each further one is ``[function, arguments]``; a line of
+its pipe is ``{"value": ...}`` or ``{"error": "..."}``.
 """
 
 import importlib
@@ -42,10 +42,10 @@ class Place:
         return self.chip.device(self.rank % max(1, self.chip.device_count()))
 
 
-def main(told: dict[str, Any]) -> None:
-    """Joins the others, then answers until stdin ends."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
+def main() -> None:
+    """Joins the others, then answers until stdin ends. Argument: file descriptor of the pipe."""
+    answers = os.fdopen(int(sys.argv[1]), "w", buffering=1)
+    told = json.loads(sys.stdin.readline())
 
     def answer(make: Callable[[], Any]) -> bool:
         try:
@@ -88,4 +88,4 @@ def _join(told: dict[str, Any]) -> Place:
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    main()

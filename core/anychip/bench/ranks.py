@@ -10,20 +10,19 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import IO, Any
+from typing import Any
 
+from anychip.children import Child, lines_of
 from anychip.comm.joining import loopback_store, one_machine
 from anychip.contract import AnychipError
 
 TIMEOUT_S = 300.0
 """Seconds that a rank waits for another one."""
-_END_S = 20.0
-_TAIL_LINES = 12
+CALL_S = 3600.0
+"""A call may take so long."""
 
 
 class RankError(AnychipError, RuntimeError):
@@ -43,28 +42,15 @@ class Ranks:
     def __init__(self, world_size: int, backend: str, module: str) -> None:
         self.world_size = world_size
         self._store = loopback_store(timedelta(seconds=TIMEOUT_S))
-        self._variables = {**os.environ, **one_machine()}
-        self._errors = [tempfile.TemporaryFile() for _ in range(world_size)]
-        self._processes = [
-            self._start(rank, backend, module, errors) for rank, errors in enumerate(self._errors)
-        ]
+        told = {"world_size": world_size, "port": self._store.port, "path": sys.path}
+        told |= {"backend": backend, "module": module}
+        variables = {**os.environ, **one_machine()}
+        self._members = [Child.start("anychip.bench.rank", variables) for _ in range(world_size)]
         try:
-            self._answers()
+            self._ask([{**told, "rank": rank} for rank in range(world_size)])
         except RankError:
             self.close()
             raise
-
-    def _start(
-        self, rank: int, backend: str, module: str, errors: IO[bytes]
-    ) -> subprocess.Popen[str]:
-        told = {
-            "rank": rank, "world_size": self.world_size, "port": self._store.port,
-            "backend": backend, "module": module, "path": sys.path,
-        }  # fmt: skip
-        return subprocess.Popen(
-            [sys.executable, "-m", "anychip.bench.rank", json.dumps(told)], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=errors, env=self._variables, text=True,
-        )  # fmt: skip
 
     def __enter__(self) -> Ranks:
         return self
@@ -78,49 +64,25 @@ class Ranks:
         Raises:
             RankError: a rank raised, or ended; nothing can be called any more.
         """
-        line = json.dumps([function, arguments]) + "\n"
-        for rank, process in enumerate(self._processes):
-            assert process.stdin is not None
-            try:
-                process.stdin.write(line)
-                process.stdin.flush()
-            except BrokenPipeError:
-                raise RankError(self._ended(rank)) from None
-        return self._answers()
+        return self._ask([[function, arguments]] * self.world_size)
 
-    def _answers(self) -> list[Any]:
-        answers = []
-        for rank, process in enumerate(self._processes):
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            if not line:
-                raise RankError(self._ended(rank))
-            answers.append(json.loads(line))
-        failed = [answer["error"] for answer in answers if "error" in answer]
-        if failed:
-            raise RankError(failed[0])
-        return [answer["value"] for answer in answers]
-
-    def _ended(self, rank: int) -> str:
-        code = self._processes[rank].wait(_END_S)
-        self._errors[rank].seek(0)
-        lines = self._errors[rank].read().decode(errors="replace").splitlines()[-_TAIL_LINES:]
-        return "\n  ".join([f"rank {rank} ended with exit code {code}", *lines])
+    def _ask(self, messages: Sequence[Any]) -> list[Any]:
+        for member, message in zip(self._members, messages, strict=True):
+            member.tell(message)
+        told = dict(lines_of(self._members, CALL_S))
+        answers = {rank: json.loads(line) for rank, line in sorted(told.items())}
+        for rank, member in enumerate(self._members):
+            if rank not in answers:
+                raise RankError(f"rank {rank}: {member.how_it_ended(CALL_S)}")
+        for answer in answers.values():
+            if "error" in answer:
+                raise RankError(answer["error"])
+        return [answer["value"] for answer in answers.values()]
 
     def close(self) -> None:
-        """Ends the processes; one that does not answer is killed."""
-        for process in self._processes:
-            for pipe in (process.stdin, process.stdout):
-                assert pipe is not None
-                pipe.close()
-        for process in self._processes:
-            try:
-                process.wait(_END_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        for errors in self._errors:
-            errors.close()
+        """Ends the processes."""
+        while self._members:
+            self._members.pop().end()
 
 
 def slowest(answers: Sequence[Mapping[str, Any]], key: str) -> float:

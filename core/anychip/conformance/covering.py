@@ -157,11 +157,11 @@ class CoveringArray:
         start, lacks = self._start, not set(self._start) <= set(had.values())
         if len(start) == self.strength:
             lacks = bool(self._missing.get(start[:-1], 0) >> start[-1] & 1)
-        for some in self._in_vain({*had.values()}) if lacks and not self._is_first else ():
-            self._tried[some] += 1
-            can_be = all(self._could[a] >> b & 1 for a, b in itertools.combinations(some, 2))
-            if self._simple and (not can_be or self._tried[some] >= PERSISTENT):
-                self._leave_out(some)
+        for tried in self._in_vain({*had.values()}) if lacks and not self._is_first else ():
+            self._tried[tried] += 1
+            can_be = all(self._could[a] >> b & 1 for a, b in itertools.combinations(tried, 2))
+            if self._simple and (not can_be or self._tried[tried] >= PERSISTENT):
+                self._leave_out(tried)
         if is_new:
             self._turns.update(self.row.items())
         return is_new

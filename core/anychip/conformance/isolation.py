@@ -13,7 +13,7 @@ from typing import Any
 from anychip import registry
 from anychip.conformance.case import Case
 from anychip.conformance.chapters import CHAPTERS
-from anychip.conformance.children import STARTUP_S, Child, lines_of
+from anychip.children import STARTUP_S, Child, lines_of
 from anychip.conformance.planning import SuitePlan
 from anychip.conformance.report import Result
 from anychip.dispatch import selection

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from anychip import registry
+from anychip.children import STARTUP_S, Child, lines_of
 from anychip.comm.joining import loopback_store, one_machine
 from anychip.conformance.asking import activate
-from anychip.conformance.children import STARTUP_S, Child, lines_of
 from anychip.contract import Backend
 
 MOST = 4

@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from anychip.children import ended
 from anychip.contract import Finding, Probe
 from anychip.registry import environment
 from anychip.registry.discovery import Plugin
@@ -118,13 +119,9 @@ class _Child:
                 tuple(message["faults"]),
                 message["traceback"],
             )
-        code = self.process.returncode
+        reason = f"its process {ended(self.process.returncode)} without an answer"
         if self.timed_out:
             reason = f"no answer within {limit_s:g} s"
-        elif code < 0:
-            reason = f"died with {_signal_name(-code)}"
-        else:
-            reason = f"its process ended with exit code {code} and no answer"
         return Answer(Probe.broken(reason + self._last_words()))
 
     def _last_words(self) -> str:
@@ -145,10 +142,3 @@ def _wait(children: Sequence[_Child], limit_s: float) -> None:
                     selector.unregister(key.fileobj)
         for key, _ in selector.select(timeout=0):  # what was written just before the end
             key.data.read_stderr()
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal has no name
-        return f"signal {number}"

@@ -57,8 +57,8 @@ def test_every_candidate_trains_what_one_process_trains() -> None:
 @pytest.mark.grid
 def test_rank_that_is_killed_is_named() -> None:
     with Ranks(1, "cpu", "benchmarks.turns") as ranks:
-        ranks._processes[0].kill()
-        with pytest.raises(RankError, match="rank 0 ended with exit code -9"):
+        ranks._members[0].process.kill()
+        with pytest.raises(RankError, match="rank 0: the process died with SIGKILL"):
             ranks.call("turn", steps=1)
 
 

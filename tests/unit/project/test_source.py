@@ -22,10 +22,10 @@ CORE = ROOT / "core" / "anychip"
 
 LAYERS = {
     "contract": set[str](), "operators": {"contract"}, "dispatch": {"contract"},
-    "comm": {"contract"}, "torch_extension": {"contract"}, "pages": set(),
+    "comm": {"contract"}, "torch_extension": {"contract"}, "pages": set(), "children": set(),
     "host_memory": {"contract", "torch_extension"},
     "cabi": {"contract", "operators", "torch_extension"},
-    "registry": {"contract", "comm", "cabi", "torch_extension"},
+    "registry": {"contract", "comm", "cabi", "torch_extension", "children"},
     "runtime": {"contract", "operators", "dispatch", "registry", "cabi", "ops", "host_memory"},
     "ops": {"contract", "operators", "dispatch", "registry", "runtime"},
 }  # fmt: skip

@@ -92,7 +92,7 @@ def test_workers_write_the_same_also_when_one_is_killed(
     about = prepare(request, tmp_path / "out", num_workers=2, note=said.append)
     assert stored(tmp_path / "out") == stored(tmp_path / "alone")
     assert about["report"]["restarted_workers"] == len(said) == 1
-    assert "a worker was killed by SIGKILL over the documents from data file" in said[0]
+    assert "a worker died with SIGKILL over the documents from data file" in said[0]
 
 
 @pytest.mark.grid
@@ -102,7 +102,7 @@ def test_worker_that_is_killed_twice_ends_it_and_it_goes_on(
     request = write(tmp_path)
     with monkeypatch.context() as patch:
         killing(2, patch)
-        with pytest.raises(WorkerError, match=r"was killed by SIGKILL, twice over .*--resume"):
+        with pytest.raises(WorkerError, match=r"died with SIGKILL, twice over .*--resume"):
             prepare(request, tmp_path / "out", num_workers=1)
     assert not (tmp_path / "out" / prepared.DESCRIPTION).exists()
     prepare(request, tmp_path / "out", resume=True)

@@ -256,7 +256,7 @@ def test_run_of_a_stream_has_the_losses_of_one_in_memory_though_what_prepares_is
     in_memory = replace(chosen, data=replace(chosen.data, cache=""))
     assert found == losses(in_memory, tmp_path / "memory")
     assert len(made) == 3  # the killed one, the next one, and that of the held-out file
-    assert "was killed by SIGKILL; it is started again" in capfd.readouterr().err
+    assert "died with SIGKILL; it is started again" in capfd.readouterr().err
     evaluations = [(tmp_path / n / "eval.jsonl").read_text() for n in ("stream", "memory")]
     assert evaluations[0] == evaluations[1]
 
@@ -265,7 +265,7 @@ def test_process_that_is_killed_twice_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = killing(9, monkeypatch)
-    with pytest.raises(preparing.WorkerError, match="was killed by SIGKILL, twice at the same pl"):
+    with pytest.raises(preparing.WorkerError, match="died with SIGKILL, twice at the same pl"):
         loop.build(settings(tmp_path, files(tmp_path)), anychip.use("cpu"))
     assert len(made) == 2
 

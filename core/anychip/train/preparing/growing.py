@@ -22,13 +22,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
 
+from anychip.children import ended
 from anychip.train import data, lock
 from anychip.train.data.prefetch import PAUSE_S
 from anychip.train.data.prepared import DESCRIPTION, TokenFile
 from anychip.train.data.rows import Extent
 from anychip.train.preparing.pipeline import PROGRESS, Progress, prepare, progress_of
 from anychip.train.preparing.work import Preparer, Request, answering, read_frame, write_frame
-from anychip.train.preparing.workers import WorkerError, ended
+from anychip.train.preparing.workers import WorkerError
 
 FIRST = 1 << 20
 """Tokens that a position in a stream has a digest of."""

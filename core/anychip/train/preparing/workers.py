@@ -5,7 +5,6 @@ documents once more; that is said and counted. When it ends over them twice, so 
 """
 
 import os
-import signal
 import subprocess
 import sys
 from collections import deque
@@ -18,6 +17,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from anychip.children import ended
 from anychip.contract import AnychipError
 from anychip.train.preparing.work import Document, Done, Preparer, Request, read_frame, write_frame
 
@@ -89,11 +89,6 @@ class _Process:
         if (process := self.running) is not None:
             process.kill()
             process.wait()
-
-
-def ended(code: int) -> str:
-    """How a process did, in words."""
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
 
 
 def _start(request: Request) -> subprocess.Popen[bytes]:

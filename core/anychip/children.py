@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import selectors
-import signal
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from signal import SIGKILL, Signals
 from typing import IO, Any
 
 STARTUP_S = 120.0
@@ -74,26 +74,29 @@ class Child:
         code = self.process.returncode
         if code is None:
             return f"no answer within {limit_s:g} s; the process was ended"
-        how = (
-            f"died with {signal.Signals(-code).name}"
-            if code < 0
-            else f"ended with exit code {code}"
-        )
         self.errors.seek(0, os.SEEK_END)
         self.errors.seek(max(0, self.errors.tell() - TAIL))
         last = " ".join(self.errors.read().decode(errors="replace").split())
-        return f"the process {how}" + (f"; its last words: {last}" if last else "")
+        return f"the process {ended(code)}" + (f"; its last words: {last}" if last else "")
 
     def end(self) -> None:
         """Ends the child and everything that it started, and waits for it."""
         with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+            os.killpg(self.process.pid, SIGKILL)
         self.process.wait()
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):
             self.process.stdin.close()
         os.close(self.pipe)
         self.errors.close()
+
+
+def ended(code: int) -> str:
+    """How a process did, by its exit code as ``subprocess`` has it."""
+    try:
+        return f"ended with exit code {code}" if code >= 0 else f"died with {Signals(-code).name}"
+    except ValueError:
+        return f"died with signal {-code}"  # a real-time one, which has no name
 
 
 def lines_of(children: Sequence[Child], limit_s: float) -> Iterator[tuple[int, str]]:

@@ -5,6 +5,7 @@ meets its conditions and comes to another result than without it: other bits of 
 than 2^-10 of a number or of the mean size beside it, another layout, another exception.
 """
 
+import itertools
 import math
 import random
 from collections import Counter
@@ -19,7 +20,7 @@ from torch import Tensor
 from anychip.dispatch import selection
 from anychip.dispatch.operator import registered
 from tests.mutants.subjects import Backend as Name
-from tests.red_team.conditions import STATES, Call, Condition, draw_condition
+from tests.red_team.conditions import SAME_ADDRESS, STATES, Call, Condition, draw_condition
 from tests.red_team.effects import draw_effect
 from tests.red_team.methods import method_mistakes
 from tests.red_team.mistake import Mistake
@@ -40,7 +41,7 @@ METHOD_SHARE = 5
 RANK_SHARE = 20
 """One in so many is of a call of ranks, which need processes of their own; the rest are of rows."""
 ABSOLUTE, RELATIVE = 1e-30, 2.0**-10
-ASSUMED = ("not the main thread", "on a side stream")
+ASSUMED = ("not the main thread", "on a side stream", SAME_ADDRESS)
 """States that every call may have; a probe is not put into them."""
 DTYPES = (torch.float32,) * 6 + (torch.bfloat16,) * 3 + (torch.float16,) * 2
 BACKENDS: tuple[Name, ...] = ("cpu", "asynchronous")
@@ -73,9 +74,9 @@ def _of_rows(
     for number, name in enumerate(names):
         share = count * (number + 1) // len(names) - count * number // len(names)
         if share:
-            bench = Bench(seam, backend, name, draw.getrandbits(32))
-            for _ in range(share):
-                yield bench.mistake(draw, discarded)
+            seed = draw.getrandbits(32)
+            bench = Bench(seam, backend, name, seed)
+            yield from (bench.mistake(f"{seed}/{place}", discarded) for place in range(share))
 
 
 class Bench:
@@ -97,9 +98,14 @@ class Bench:
         if target[0] == self.operator:
             self.calls.setdefault(target, []).append((number, _held(call)))
 
-    def mistake(self, draw: random.Random, discarded: Counter[str]) -> Mistake:
-        """The next one that counts."""
-        while True:
+    def mistake(self, seed: str, discarded: Counter[str]) -> Mistake:
+        """The first one that counts.
+
+        Each is drawn from its own seed: whether one counts may depend on where memory lies, and
+        none that follows may depend on that.
+        """
+        for number in itertools.count():
+            draw = random.Random(f"{seed}/{number}")
             targets = sorted(self.calls)
             target = targets[-1] if len(targets) == 1 or draw.random() < 0.6 else targets[0]
             made = self._drawn(draw, target)
@@ -107,6 +113,7 @@ class Bench:
             if reason is None:
                 return made
             discarded[reason] += 1
+        raise AssertionError("there is no last one")
 
     def _drawn(self, draw: random.Random, target: Target) -> Mistake:
         _, call = draw.choice(self.calls[target])

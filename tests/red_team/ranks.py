@@ -97,7 +97,7 @@ def rank_mistakes(count: int, draw: random.Random) -> list[Mistake]:
 
 
 def _values(method: str, draw: random.Random) -> dict[str, Any]:
-    world = draw.randint(1, 4)
+    world = draw.randint(2 if method in ("send", "recv") else 1, 4)  # nobody sends to himself
     place = {RANK: draw.randrange(world), WORLD: world, GROUP: draw.random() < 0.3}
     return {**METHODS[method](draw), "async_op": draw.random() < 0.5, **place}
 

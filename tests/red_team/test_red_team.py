@@ -1,6 +1,7 @@
 """Are generated mistakes what they say, and are some of them found? ``make red-team`` tries 500."""
 
 import random
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 
@@ -13,7 +14,7 @@ from tests.mutants.pool import Pool
 from tests.red_team.__main__ import OURS, SILENCE_S, about
 from tests.red_team.conditions import COUNT, Call, Condition, History
 from tests.red_team.effects import Effect
-from tests.red_team.generation import differ, outcome
+from tests.red_team.generation import Bench, differ, outcome
 from tests.red_team.methods import METHODS, method_mistakes
 from tests.red_team.mistake import Mistake
 from tests.red_team.probes import probe
@@ -59,6 +60,18 @@ def test_seam_without_a_mistake_changes_nothing_and_with_one_the_calls_it_names(
         got = silu(wide)
         torch.testing.assert_close(got[:-1], want[1][:-1])
         assert abs(got[-1] - want[1][-1]) > 0.1
+    finally:
+        selection.current = before
+
+
+def test_mistake_does_not_depend_on_those_that_were_drawn_before_it() -> None:
+    before = selection.current
+    try:
+        seam = Seam("cpu")
+        selection.activate(seam.backend)
+        bench = Bench(seam, "cpu", "rope", 5)
+        drawn = [bench.mistake(f"5/{place}", Counter()) for place in range(4)]
+        assert [bench.mistake(f"5/{place}", Counter()) for place in (3, 2, 1, 0)] == drawn[::-1]
     finally:
         selection.current = before
 

@@ -95,8 +95,9 @@ class Rounded:
         """A number that the computation is given; only a flushed subnormal one has an error."""
         array = np.asarray(value, dtype=np.float64)
         size = np.abs(array)
-        subnormal = (size < SMALLEST_NORMAL) & (size > 0.0)
-        flushed = np.where(subnormal, size / UNIT, 0.0) if subnormal.any() else np.zeros(())
+        small, flushed = size < SMALLEST_NORMAL, np.zeros(())
+        if small.any() and size[small].any():
+            flushed = np.where(small, size / UNIT, 0.0)
         return cls(array, flushed, flushed, format)
 
     @classmethod
@@ -199,7 +200,7 @@ class Rounded:
 
 def _rounded(value: Any, worst: Any, spread: Callable[[], Any], c: float = 1.0) -> Rounded:
     """A result with one more rounding of c u."""
-    size = c * np.abs(value) + FLUSH
+    size = (np.abs(value) if c == 1.0 else c * np.abs(value)) + FLUSH
     # An infinite result is not rounded: exp(-inf), a masked score, is exactly 0.
     infinite = np.isinf(value)
     if infinite.any():

@@ -218,7 +218,8 @@ def place_shared(tensors: Sequence[Tensor], device: torch.device, layout: Layout
     return [Placed(tensor=v, buffer=on_device, before=before, taken=taken) for v in views]
 
 
-def _geometry(size: Sequence[int], layout: Layout) -> tuple[list[int], list[int], int]:
+@lru_cache(maxsize=1 << 12)
+def _geometry(size: torch.Size, layout: Layout) -> tuple[list[int], list[int], int]:
     shape = list(size)
     if layout == "transposed" and len(shape) > 1:
         order = list(reversed(shape))

@@ -43,7 +43,7 @@ ROWS: Classes = {
     "none": ((0,), (2, 0), (0, 3)),
     "beside a power of two": ((17,), (31,), (33,), (63,), (65,), (15,), (127,), (129,)),
     "a power of two": ((8,), (16,), (32,), (64,), (128,), (2, 8), (4, 16), (16, 1)),
-    "many": ((70,), (40,), (10, 13), (48,), (96,), (20,), (112,), (5, 25)),
+    "many": ((70,), (40,), (10, 13), (48,), (65, 2), (96,), (20,), (112,), (5, 25)),
     "very many": ((300,), (257,), (512,), (600,), (1024,), (1025,), (2000,), (40, 30), (300, 7)),
     "thousands": ((4096,), (6720,), (20000,), (8191,), (3, 1500), (66000,), (16384,)),
 }  # fmt: skip
@@ -285,7 +285,7 @@ class Choices:
             far, times = self._member(factor, known, " moved")
             return normal + far if far else normal.abs() * times
         if kind == "repeated":  # zeros of both signs, and equal numbers; or nothing else
-            members = (None, 1.5, None, 1.0, None, -1.0)
+            members = (None, 1.7, None, 1.0, None, -1.1)  # of which two need all their digits
             start = number % len(members)
             equal = self._member(factor, (*members[start:], *members[:start]), " equal")
             some = normal.mul(2.0).round() * (normal > 0.4)

@@ -64,9 +64,11 @@ def _ask(context: Context, of: Subject, made: Any, run: Any, judge: Any) -> None
 def _trial(context: Context, of: Subject, made: Any, seed: int) -> Any:
     """A plain call that fills no vectors, repeated where it can be, or with longer lists."""
 
-    def size(trial: Trial) -> tuple[int, int]:
-        sizes = [(t.numel(), sum(t.shape[-1:]) % 2) for t in tensors_of(trial.arguments[0])]
-        numel, is_odd = max(sizes, default=(0, 0))
+    def size(trial: Trial) -> tuple[bool, int]:
+        given = [some for arg in trial.arguments[0] if (some := [*tensors_of([arg])])]
+        sizes = [(max(map(Tensor.numel, some)), any(sum(t.shape[-1:]) % 2 for t in some))
+                 for some in given]  # fmt: skip
+        numel, is_odd = max(sizes, default=(0, False))
         return is_odd, numel
 
     def longer(_: object) -> Arguments:

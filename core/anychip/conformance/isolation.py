@@ -11,9 +11,9 @@ from dataclasses import asdict
 from typing import Any
 
 from anychip import registry
+from anychip.children import STARTUP_S, Child, lines_of
 from anychip.conformance.case import Case
 from anychip.conformance.chapters import CHAPTERS
-from anychip.children import STARTUP_S, Child, lines_of
 from anychip.conformance.planning import SuitePlan
 from anychip.conformance.report import Result
 from anychip.dispatch import selection

@@ -99,7 +99,8 @@ class SampleMaker:
         self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
         """Normal values times ``scale``; the same numbers on every device."""
-        x = self._torch.randn(shape, generator=self._generator, dtype=self._torch.float32) * scale
+        x = self._torch.randn(shape, generator=self._generator, dtype=self._torch.float32)
+        x = x if scale == 1.0 else x * scale
         return x.to(dtype or self.dtype).to(self.device)
 
     def integers(self, high: int, *shape: int) -> torch.Tensor:

@@ -59,7 +59,9 @@ OTHER_SOURCES = {
         'import os, sys; print("no licence", file=sys.stderr, flush=True); os._exit(7)',
         "its process ended with exit code 7 without an answer; its last line on stderr: no licence",
     ),
-    "segfaults": ("import ctypes; ctypes.string_at(0)", "its process died with SIGSEGV without an answer"),
+    "segfaults": (
+        "import ctypes; ctypes.string_at(0)", "its process died with SIGSEGV without an answer"
+    ),
     "hangs": ("import time; time.sleep(1000)", "no answer within 30 s"),
     "interrupts": ("raise KeyboardInterrupt", "KeyboardInterrupt"),
     "no_hook": ("", "'plugin_no_hook' has no hook anychip_backend()"),

@@ -300,7 +300,7 @@ def _follows(backend: Backend, index: int | None) -> None:
         states.append(backend.random_state(index))
         drawn.append(torch.rand(8, device=device).cpu())
     check(not torch.equal(*states), "a generator was drawn from, and its state is the same")
-    for state, numbers in zip(states, drawn, strict=True):
+    for state, numbers in reversed([*zip(states, drawn, strict=True)]):  # not as it comes anyway
         backend.set_random_state(state, index)
         check_equal_bits("a state put back", torch.rand(8, device=device).cpu(), numbers)
     seeds = (5 + (1 << 41), 6 + (1 << 40)) * 2  # a host draws by the lower halves alone
@@ -476,15 +476,23 @@ INDEXED: dict[str, tuple[Callable[[Backend, Any], Any], str | None]] = {
 
 
 def stream_types(context: Context) -> None:
-    """stream(), current_stream() and event() give torch's types on the device; new in a thread."""
+    """stream(), current_stream() and event() give torch's types on the device.
+
+    New ones each time: in another thread, and where a stream is current.
+    """
     backend = context.backend
+
+    def on_stream(make: Callable[[], T]) -> T:
+        with backend.use_stream(backend.stream()):
+            return make()
+
     for stream in (backend.stream(), backend.current_stream()):
         check(isinstance(stream, torch.Stream), f"a torch.Stream expected, got {stream!r}")
     check(isinstance(backend.event(), torch.Event), "event(): a torch.Event expected")
     for make in (backend.event, backend.stream):
-        made = [make(), in_thread(make), in_thread(make)]
-        is_new = all(made[n] not in made[:n] for n in range(3))
-        check(is_new, f"{make.__name__}() gave in a second thread what it gave before")
+        made = [make(), *(where(make) for where in (in_thread, on_stream) for _ in range(2))]
+        is_new = all(made[n] not in made[:n] for n in range(len(made)))
+        check(is_new, f"{make.__name__}() gave in a thread or on a stream what it gave before")
 
 
 # What is not declared

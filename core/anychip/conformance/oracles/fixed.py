@@ -518,7 +518,7 @@ def _plain(*given: Mapping[str, object]) -> Points:
 
 _PLAIN_SHAPED = sized("4x8 3x17 2x3x33 5x64", *SHAPED)
 _PLAIN_PARTS = (*_PLAIN_SHAPED, *sized("4x12", *SHAPED, given={"rows of a whole": "some"}))
-_PLAIN_ELEMENTS = sized("7 8 3x5 17 2x3x16", *SHAPED)
+_PLAIN_ELEMENTS = sized("7 8 3x5 3x17 2x3x16", *SHAPED)
 _PLAIN_HEADS = sized("2x5x2x2x8 2x9x1x2x12 1x17x2x2x16", "batch", "queries", *HEADS)
 _PLAIN_LISTS = _plain(_of_list(), {}, {"tensors": 2, "shapes": ((33,), (4, 3))})
 _PLAIN_STEPS = _plain(

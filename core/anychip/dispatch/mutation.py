@@ -1,5 +1,6 @@
 """The rules of in-place operators: no overlap, nothing written twice, every write seen."""
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -41,11 +42,13 @@ def refuse_overlap(
             is_dense = tensor.is_contiguous()
             if is_written and not (is_dense and tensor.grad_fn is None):
                 _refuse_written(operator, _label(names, args, index, entry), tensor)
-            if numel := tensor.numel():
+            if nbytes := tensor.nbytes:
                 start = tensor.data_ptr()
-                nbytes = numel * tensor.element_size() if is_dense else _extent(tensor)
-                spans.append((start, start + nbytes, is_written, index, entry))
+                end = start + (nbytes if is_dense else _extent(tensor))
+                spans.append((start, end, is_written, index, entry))
     spans.sort()
+    if all(one[1] <= other[0] for one, other in itertools.pairwise(spans)):
+        return  # as nearly always
     # A read span may cross other reads. The furthest of each: read, written.
     far = [(0, 0, False, 0, 0)] * 2
     for span in spans:

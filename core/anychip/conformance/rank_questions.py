@@ -101,8 +101,9 @@ class RankJob:
         self.store.wait([word], timedelta(seconds=30))
 
     def say(self, word: str) -> None:
-        """Says a word, once and for all."""
+        """Says a word, once and for all; from now on every rank that looks for it finds it."""
         self.store.set(word, "1")
+        self.wait_for(word)  # what was sent need not be there: another rank's question may be first
 
 
 def split(comm: Communicator, groups: Sequence[Sequence[int]], name: str) -> Communicator:

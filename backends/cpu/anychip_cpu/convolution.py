@@ -39,7 +39,8 @@ def _is_wide(
     issue 169688); and where weights have gaps, or a crash. Steps wider than the weights write
     where they may not (oneDNN's pull request 5494). By AMX there are others in many shapes with 1,
     2, 4 ... 14 channels of a group; by AVX-512 alone, on AMD's Zen 4, in none of 14,000 calls. Of
-    float32 nothing of the kind was seen.
+    float32 nothing of the kind was seen. Numbers are multiplied by twos: of 1, 3 ... 13 channels
+    one is, by 0, with its neighbour, and a NaN there spoils results that do not depend on it.
     """
     dtypes = {tensor.dtype for tensor in (x, weight, *others) if tensor is not None}
     if dtypes == {torch.float32}:
@@ -49,7 +50,7 @@ def _is_wide(
     (_, channels, *kernel), steps = weight.shape, _pair(stride)
     room = x.shape[3] + 2 * _pair(padding)[1] - kernel[1]
     return (
-        (channels == 3 or channels >= 16 or not IN_TILES)
+        (channels >= 16 or (channels % 2 == 0 and not IN_TILES))
         and _pair(dilation) == [1, 1]
         and all(step <= size for step, size in zip(steps, kernel, strict=True))
         and (steps[1] == 1 or room // steps[1] >= 2)

@@ -364,6 +364,10 @@ FIXED: Mapping[str, Points] = {
         Point("channels-last", {"batch": 40, "inputs of a group": 5, "outputs of a group": 3,
                                 "more height": 6, "more width": 7}, telling=True,
               layout="channels last"),
+        # Where numbers are multiplied by twos, the last of an odd number of channels has a pair.
+        changed("nan-beside", {"inputs of a group": 3, "outputs of a group": 4, "kernel height": 2,
+                               "kernel width": 3, "more height": 3, "more width": 8},
+                values.one_nan)._replace(telling=True),
         large("many-rows", {"batch": BEYOND_16_BITS, "inputs of a group": 1}),
     ),
     "permute": (
